@@ -1,0 +1,457 @@
+"""The library's front door: `load` a target and its head, then `generate`, `stream` or `chat`."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from eaglekit.core.random import GeneratorSource
+from eaglekit.core.sampling import Law, Processor, SamplingParams
+from eaglekit.core.stats import Stats
+from eaglekit.core.tree import TreeShape
+from eaglekit.drafters.eagle import EagleDrafter
+from eaglekit.engine.decode import Session, check_prompt
+from eaglekit.engine.drafter import Drafter, PlainDrafter
+from eaglekit.engine.stopping import FinishReason, Piece, Stopper
+from eaglekit.errors import HeadError, InputError
+from eaglekit.models.defaults import GenerationDefaults
+from eaglekit.models.head import EagleHead
+from eaglekit.models.target import Target
+
+if TYPE_CHECKING:
+    from eaglekit.models.hf import HFTarget
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message] | Sequence[int]
+Method = Literal["eagle", "plain"]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """An answer.
+
+    Attributes:
+        text: Without special tokens, cut before a stop string.
+        token_ids: The new tokens; an end-of-text id that ended the answer is the last of them.
+        finish_reason: "stop" (end of text or stop string) or "length".
+        prompt_tokens: Length of the prompt, tokens.
+        stats: What decoding did.
+        logprobs: For each new token the target's own log-probability, before any processor or temperature, if asked
+            for.
+    """
+
+    text: str
+    token_ids: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    stats: Stats
+    logprobs: list[float] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same, for JSON."""
+        out: dict[str, Any] = {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "prompt_tokens": self.prompt_tokens,
+            "finish_reason": self.finish_reason,
+            "stats": self.stats.to_dict(),
+        }
+        if self.logprobs is not None:
+            out["logprobs"] = self.logprobs
+        return out
+
+
+class Stream(Iterator[Piece]):
+    """An answer while it is made: iterate for its pieces; `result` gives the whole of what was read."""
+
+    def __init__(self, pieces: Iterator[Piece], stopper: Stopper, stats: Stats, prompt_tokens: int) -> None:
+        self._pieces = pieces
+        self._stopper = stopper
+        self._seen: list[Piece] = []
+        self.stats = stats
+        self.prompt_tokens = prompt_tokens
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> Piece:
+        piece = next(self._pieces)
+        self._seen.append(piece)
+        return piece
+
+    def close(self) -> None:
+        """Stop here; nothing more is computed."""
+        close = getattr(self._pieces, "close", None)
+        if close is not None:
+            close()
+
+    def result(self) -> Generation:
+        """Read to the end, and give the whole answer."""
+        for _ in self:
+            pass
+        logprobs = [p.logprobs for p in self._seen]
+        return Generation(
+            text="".join(p.text for p in self._seen),
+            token_ids=[t for p in self._seen for t in p.token_ids],
+            finish_reason=self._stopper.finish_reason or "stop",
+            prompt_tokens=self.prompt_tokens,
+            stats=self.stats,
+            logprobs=[x for lp in logprobs for x in lp or ()] if any(lp is not None for lp in logprobs) else None,
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """A request that was checked and can be carried out."""
+
+    ids: list[int]
+    law: Law
+    source: GeneratorSource
+    stopper: Stopper
+    logprobs: bool
+
+    def run(self, session: Session) -> Stream:
+        stats = Stats()
+        pieces = session.generate(
+            self.ids,
+            law=self.law,
+            source=self.source,
+            stopper=self.stopper,
+            stats=stats,
+            logprobs=self.logprobs,
+        )
+        return Stream(pieces, self.stopper, stats, len(self.ids))
+
+
+@dataclass
+class Model:
+    """A target with its tokenizer and, for EAGLE, its draft head.
+
+    Attributes:
+        target: The frozen decoder.
+        tokenizer: Of transformers; None for models without one, which then take and give token ids only.
+        head: The draft head; None leaves plain decoding.
+        defaults: What the model's generation_config asks for.
+    """
+
+    target: Target
+    tokenizer: Any = None
+    head: EagleHead | None = None
+    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+
+    @staticmethod
+    def wrap(target: HFTarget, tokenizer: Any = None, head: EagleHead | None = None) -> Model:
+        """A model from a target that is in memory already; its own generation_config is read."""
+        eos = getattr(target.model.config.get_text_config(), "eos_token_id", None)
+        if eos is None:
+            eos = getattr(tokenizer, "eos_token_id", None)
+        eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        defaults = GenerationDefaults.of(target.model.generation_config, eos_ids)
+        return Model(target, tokenizer, head, defaults)
+
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+        """Answer `prompt`.
+
+        Args:
+            prompt: A user's message (the chat template is applied if there is one), a list of messages with "role" and
+                "content", or token ids, which are taken as they are.
+            **options: See `stream`.
+
+        Returns:
+            The answer; its ids are those of plain decoding (temperature 0), or follow the same law (above 0).
+
+        Raises:
+            InputError: the request cannot be carried out; nothing was computed.
+            HeadError: method "eagle" without a head.
+        """
+        return self.stream(prompt, **options).result()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        stop: str | Sequence[str] = (),
+        seed: int | None = None,
+        tree: str | TreeShape = "paper",
+        method: Method = "eagle",
+        logits_processor: Sequence[Processor] = (),
+        logprobs: bool = False,
+        chat_template: bool = True,
+    ) -> Stream:
+        """Answer `prompt` piece by piece, as tokens are accepted.
+
+        Args:
+            prompt: As for `generate`.
+            max_new_tokens: Limit of the answer, tokens.
+            temperature: 0 is greedy.
+            top_p: Default: the model's generation_config, else 1 (off).
+            top_k: Default: the model's generation_config, else 0 (off).
+            min_p: Default: the model's generation_config, else 0 (off).
+            repetition_penalty: Default: the model's generation_config, else 1 (off).
+            stop: Strings that end the answer; they are not part of its text.
+            seed: Makes the answer repeatable; the global random state is never used.
+            tree: "paper", "chain:N", a JSON file of choices, or a `TreeShape`.
+            method: "eagle", or "plain" for one token per pass.
+            logits_processor: Callables like the `LogitsProcessor` of transformers; each tree node is given its own
+                prefix.
+            logprobs: Whether to return log-probabilities.
+            chat_template: Whether a prompt that is one string is a user's message; False takes it as raw text.
+        """
+        plan = self._plan(
+            self.encode(prompt, chat_template=chat_template),
+            max_new_tokens=max_new_tokens,
+            sampling=self._sampling(temperature, top_p, top_k, min_p, repetition_penalty),
+            stop=stop,
+            seed=seed,
+            logits_processor=logits_processor,
+            logprobs=logprobs,
+        )
+        drafter = self.drafter(method, tree)
+        session = Session(self.target, drafter, len(plan.ids) + max_new_tokens)
+        if max_new_tokens:
+            check_prompt(plan.ids, max_new_tokens, self.target.info.max_length, self.target)
+        return plan.run(session)
+
+    def chat(self, *, system: str | None = None, tree: str | TreeShape = "paper", method: Method = "eagle") -> Chat:
+        """A conversation whose caches are kept from turn to turn."""
+        return Chat(self, Session(self.target, self.drafter(method, tree), self.target.info.max_length), system)
+
+    def drafter(self, method: Method, tree: str | TreeShape) -> Drafter:
+        """The drafter for a method and a tree.
+
+        Raises:
+            InputError: an unknown method or a bad tree.
+            HeadError: method "eagle" without a head.
+        """
+        if method not in ("eagle", "plain"):
+            raise InputError(f"method={method!r}: expected 'eagle' or 'plain'")
+        shape = TreeShape.parse(tree) if isinstance(tree, str) else tree
+        if method == "plain":
+            return PlainDrafter()
+        if self.head is None:
+            raise HeadError(
+                f"method 'eagle' needs a draft head, and none was given for {self.target.info.name}; "
+                "pass head=DIR (--head DIR), train one with 'eaglekit train', or use method='plain' (--method plain)"
+            )
+        return EagleDrafter(self.head, self.target, shape)
+
+    def encode(self, prompt: Prompt, *, chat_template: bool = True) -> list[int]:
+        """Token ids of a prompt, as `generate` reads it.
+
+        Raises:
+            InputError: the prompt is of no known kind, or needs a tokenizer or a chat template that is not there.
+        """
+        if isinstance(prompt, torch.Tensor):
+            if prompt.dtype.is_floating_point or prompt.numel() != max(prompt.shape, default=0):
+                raise InputError(
+                    f"prompt: a {prompt.dtype} tensor of shape {tuple(prompt.shape)}; "
+                    "expected whole numbers, [n] or [1, n]"
+                )
+            return [int(i) for i in prompt.flatten().tolist()]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise InputError("prompt: this target has no tokenizer; give token ids")
+            if chat_template and self.tokenizer.chat_template:
+                return self._apply_template([{"role": "user", "content": prompt}])
+            return list(self.tokenizer(prompt)["input_ids"])
+        items = list(prompt)
+        if items and all(isinstance(i, int) and not isinstance(i, bool) for i in items):
+            return [int(i) for i in items if isinstance(i, int)]
+        if not items:
+            raise InputError("prompt: it is empty; give a string, messages or token ids")
+        for number, message in enumerate(items):
+            if (
+                not isinstance(message, Mapping)
+                or not isinstance(message.get("role"), str)
+                or not isinstance(message.get("content"), str)
+            ):
+                raise InputError(
+                    f"prompt: message {number} is {message!r}; expected a dict with strings 'role' and 'content'"
+                )
+        return self._apply_template([dict(m) for m in items if isinstance(m, Mapping)])
+
+    def check_sampling(self, options: Mapping[str, Any]) -> None:
+        """Raise InputError now if a conversation with these options could not begin."""
+        names = ("top_p", "top_k", "min_p", "repetition_penalty")
+        self._plan(
+            [0],
+            max_new_tokens=options["max_new_tokens"],
+            sampling=self._sampling(options["temperature"], *(options.get(k) for k in names)),
+            stop=(),
+            seed=options.get("seed"),
+            logits_processor=(),
+            logprobs=False,
+        )
+
+    def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise InputError(
+                "prompt: this target has no chat template, so it takes no messages; give a string or token ids"
+            )
+        try:
+            text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        except Exception as e:  # templates are programs of their own: they raise what they like
+            raise InputError(f"prompt: the chat template refuses these messages: {e}") from None
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def _sampling(
+        self,
+        temperature: float,
+        top_p: float | None,
+        top_k: int | None,
+        min_p: float | None,
+        repetition_penalty: float | None,
+    ) -> SamplingParams:
+        own = self.defaults.sampling
+        return SamplingParams(
+            temperature=temperature,
+            top_p=own.top_p if top_p is None else top_p,
+            top_k=own.top_k if top_k is None else top_k,
+            min_p=own.min_p if min_p is None else min_p,
+            repetition_penalty=own.repetition_penalty if repetition_penalty is None else repetition_penalty,
+        )
+
+    def _plan(
+        self,
+        ids: list[int],
+        *,
+        max_new_tokens: int,
+        sampling: SamplingParams,
+        stop: str | Sequence[str],
+        seed: int | None,
+        logits_processor: Sequence[Processor],
+        logprobs: bool,
+    ) -> _Plan:
+        """Check a request; nothing is computed."""
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
+            raise InputError(f"seed={seed!r}: expected a whole number from 0 to 2**63 - 1, or None")
+        stops = [*([stop] if isinstance(stop, str) else stop), *self.defaults.stop]
+        stopper = Stopper(
+            max_new_tokens=max_new_tokens,
+            eos_ids=self.defaults.eos_ids,
+            stop=stops,
+            decode=None if self.tokenizer is None else self._decode,
+        )
+        source = GeneratorSource.seeded(secrets.randbits(63) if seed is None else seed, self.target.info.device)
+        return _Plan(ids, self.law(len(ids), sampling, logits_processor), source, stopper, logprobs)
+
+    def law(
+        self, prompt_length: int, sampling: SamplingParams | None = None, logits_processor: Sequence[Processor] = ()
+    ) -> Law:
+        """What a request behind `prompt_length` tokens draws from; by default greedily, as the model's defaults ask."""
+        sampling = sampling or replace(self.defaults.sampling, temperature=0.0)
+        processors = self.defaults.processors(
+            prompt_length, sampling.repetition_penalty, tuple(logits_processor), self.target.info.device
+        )
+        return Law(sampling, processors)
+
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text
+
+
+class Chat:
+    """A conversation; what both caches hold of earlier turns is not read again."""
+
+    def __init__(self, model: Model, session: Session, system: str | None) -> None:
+        self._model = model
+        self._session = session
+        self._system = system
+        self.messages: list[dict[str, str]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, with the system message alone."""
+        self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
+
+    def send(self, text: str, **options: Any) -> Iterator[Piece]:
+        """Answer the next message of the user; options as for `Model.stream`, but for tree and method.
+
+        The turn is added to `messages` when the answer has ended. An answer that is not read to its end (an
+        interrupt, an error) counts with the text that was read.
+        """
+        messages = [*self.messages, {"role": "user", "content": text}]
+        sampling = self._model._sampling(
+            options.pop("temperature", 0.0),
+            *(options.pop(k, None) for k in ("top_p", "top_k", "min_p", "repetition_penalty")),
+        )
+        defaults: dict[str, Any] = {
+            "max_new_tokens": 256,
+            "stop": (),
+            "seed": None,
+            "logits_processor": (),
+            "logprobs": False,
+        }
+        unknown = set(options) - set(defaults)
+        if unknown:
+            raise InputError(f"chat: unknown options {sorted(unknown)}; expected some of {sorted(defaults)}")
+        plan = self._model._plan(self._model.encode(messages), sampling=sampling, **{**defaults, **options})
+        check_prompt(plan.ids, plan.stopper.remaining, self._session.max_length, self._model.target)
+        return self._answer(plan.run(self._session), messages)
+
+    def _answer(self, stream: Stream, messages: list[dict[str, str]]) -> Iterator[Piece]:
+        text = ""
+        self.last_stats = stream.stats
+        try:
+            for piece in stream:
+                text += piece.text
+                yield piece
+        finally:
+            stream.close()
+            self.messages = [*messages, {"role": "assistant", "content": text}]
+
+
+def load(
+    target: str | Path | None = None,
+    head: str | Path | None = None,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+) -> Model:
+    """Load a target and its draft head.
+
+    Args:
+        target: A directory, a hub id or a GGUF file; None takes the built-in SmolLM2-135M-Instruct, which is fetched
+            once (98 MB) and kept in a cache directory.
+        head: A head's directory; None takes the shipped head if the target is the built-in one, else none, which leaves
+            method "plain".
+        device: "auto", or what torch understands ("cpu", "cuda:0", "mps").
+        dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), "float32", "bfloat16" or "float16".
+
+    Raises:
+        TargetError: the target cannot be found, read or supported.
+        HeadError: the head cannot be read, or does not fit the target.
+        CacheError: the built-in target cannot be fetched or is damaged.
+    """
+    from eaglekit.models import builtin
+    from eaglekit.models.checkpoint import check_fit, load_head
+    from eaglekit.models.hf import load_hf
+
+    path: str | Path
+    if target is None:
+        path = builtin.fetch()
+        head = builtin.shipped_head() if head is None else head
+    elif str(target).lower().endswith(".gguf"):
+        path = builtin.load_gguf(Path(target))
+    else:
+        path = target
+    hf, tokenizer = load_hf(path, device=device, dtype=dtype)
+    model = Model.wrap(hf, tokenizer)
+    if head is not None:
+        # On a CPU half precision is slow, and the head is small: float32 there, the checkpoint's own elsewhere.
+        head_dtype = torch.float32 if hf.info.device.type == "cpu" else None
+        loaded = load_head(Path(head), dtype=head_dtype, device=hf.info.device)
+        check_fit(loaded.config, hf.info)
+        model.head = loaded
+    return model

@@ -1,0 +1,377 @@
+"""The command line. Answers go to standard output, everything else to standard error.
+
+Exit codes: 0 done; 1 `check` found a difference; 2 the request cannot be carried out (one line says why); 130
+interrupted. Each command imports what it needs when it runs, so that `--help` is instant.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from eaglekit import __version__
+from eaglekit.errors import EaglekitError, InputError
+
+if TYPE_CHECKING:
+    from eaglekit.api import Generation, Model, Stream
+    from eaglekit.core.stats import Stats
+
+app = typer.Typer(
+    name="eaglekit",
+    help="The same output several times faster: EAGLE speculative sampling for Hugging Face decoders.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Target = Annotated[
+    str | None,
+    typer.Option(help="Directory, hub id or GGUF file of the target. Default: SmolLM2-135M-Instruct, fetched once."),
+]
+Head = Annotated[
+    str | None, typer.Option(help="Directory of the draft head. Default: the shipped one, for the built-in target.")
+]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
+Method = Annotated[str, typer.Option(help="eagle, or plain: one token per pass.")]
+Tree = Annotated[str, typer.Option(help="paper, chain:N, or a JSON file of choices.")]
+MaxNewTokens = Annotated[int, typer.Option(help="Limit of the answer, tokens.")]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
+TopP = Annotated[
+    float | None, typer.Option(help="Keep the likeliest tokens up to this sum. Default: the model's, else 1.")
+]
+TopK = Annotated[int | None, typer.Option(help="Keep the K likeliest tokens. Default: the model's, else all.")]
+MinP = Annotated[
+    float | None,
+    typer.Option(help="Keep tokens at least this likely, relative to the likeliest. Default: the model's, else 0."),
+]
+Penalty = Annotated[
+    float | None, typer.Option(help="Above 1 makes tokens that appeared less likely. Default: the model's, else 1.")
+]
+Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
+System = Annotated[str | None, typer.Option(help="The system message.")]
+
+
+def _reporting(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn the errors that a user can mend into one line and exit code 2."""
+
+    @functools.wraps(command)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except EaglekitError as e:
+            _fail(str(e))
+        except BrokenPipeError:
+            # The reader went away (a pager, say): nothing is left to be said, not even at interpreter exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(0) from None
+        except KeyboardInterrupt:
+            _note("interrupted")
+            raise typer.Exit(130) from None
+        except OSError as e:
+            _fail(f"{e.strerror or e}" + (f": {e.filename}" if e.filename else ""))
+        except MemoryError:
+            _fail("out of memory; use a smaller model, a shorter context, or --dtype bfloat16")
+
+    return run
+
+
+def _fail(message: str) -> None:
+    print(f"eaglekit: error: {' '.join(message.split())}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def _note(message: str) -> None:
+    print(f"eaglekit: {message}", file=sys.stderr, flush=True)
+
+
+def _load(target: str | None, head: str | None, device: str, dtype: str, method: str = "eagle") -> Model:
+    from eaglekit.api import load
+
+    if method not in ("eagle", "plain"):
+        raise InputError(f"--method {method}: expected eagle or plain")
+    model = load(target, head, device=device, dtype=dtype)
+    for note in model.defaults.notes:
+        _note(note)
+    return model
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(f"eaglekit {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """The same output several times faster: EAGLE speculative sampling for Hugging Face decoders."""
+
+
+@app.command()
+@_reporting
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The user's message; - reads standard input.")] = None,
+    prompt_file: Annotated[str | None, typer.Option(help="Read the prompt from a file; - is standard input.")] = None,
+    system: System = None,
+    target: Target = None,
+    head: Head = None,
+    method: Method = "eagle",
+    tree: Tree = "paper",
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End the answer before this text; may be repeated.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Take the prompt as text to continue, without chat template.")
+    ] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Decode plainly afterwards, and compare.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Answer one prompt, streaming the text as it is accepted."""
+    text = _read_prompt(prompt, prompt_file)
+    if raw and system is not None:
+        raise InputError("--raw and --system: a system message needs the chat template; drop one of them")
+    messages: Any = text
+    if system is not None:
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    model = _load(target, head, device, dtype, method)
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "stop": stop or [],
+        "seed": seed,
+        "tree": tree,
+        "chat_template": not raw,
+    }
+    stream = model.stream(messages, method=method, **options)  # type: ignore[arg-type]
+    out = stream.result() if as_json else _print_stream(stream)
+    plain = model.generate(messages, method="plain", **options) if compare else None
+    if as_json:
+        print(json.dumps({**out.to_dict(), **({} if plain is None else {"plain": _comparison(out, plain)})}))
+        return
+    _note(_describe(out.stats))
+    if plain is not None:
+        _note(_describe_comparison(out, plain, greedy=temperature == 0))
+
+
+def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
+    if (prompt is None) == (prompt_file is None):
+        raise InputError("generate: give a prompt or --prompt-file FILE, and not both")
+    if prompt is not None and prompt != "-":
+        text = prompt
+    elif prompt == "-" or prompt_file == "-":
+        text = sys.stdin.read()
+    else:
+        try:
+            text = Path(str(prompt_file)).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
+            raise InputError(f"--prompt-file {prompt_file}: cannot be read ({reason})") from None
+    if not text.strip():
+        raise InputError("generate: the prompt is empty; give some text")
+    return text
+
+
+def _print_stream(stream: Stream) -> Generation:
+    for piece in stream:
+        print(piece.text, end="", flush=True)
+    print(flush=True)
+    return stream.result()
+
+
+def _describe(stats: Stats) -> str:
+    total = stats.total_seconds or 1.0
+    shares = ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in stats.seconds.items())
+    return (
+        f"{stats.new_tokens} tokens in {stats.total_seconds:.2f} s ({stats.tokens_per_second:.1f} tokens/s), "
+        f"τ {stats.tau:.2f} over {stats.rounds} rounds; time: {shares}"
+    )
+
+
+def _comparison(out: Generation, plain: Generation) -> dict[str, Any]:
+    return {
+        "token_ids": plain.token_ids,
+        "identical": out.token_ids == plain.token_ids,
+        "stats": plain.stats.to_dict(),
+        "speedup": round(out.stats.tokens_per_second / plain.stats.tokens_per_second, 4)
+        if plain.stats.tokens_per_second
+        else None,
+    }
+
+
+def _describe_comparison(out: Generation, plain: Generation, *, greedy: bool) -> str:
+    if not plain.stats.tokens_per_second:
+        return "plain decoding: nothing to compare"
+    ratio = out.stats.tokens_per_second / plain.stats.tokens_per_second
+    line = (
+        f"plain decoding, same prompt and weights: {plain.stats.tokens_per_second:.1f} tokens/s; "
+        f"this run was {ratio:.2f}x as fast; "
+    )
+    if not greedy:
+        return line + "sampled outputs follow the same law (see 'eaglekit check'), not the same draws"
+    if out.token_ids == plain.token_ids:
+        return line + f"both outputs are identical ({len(out.token_ids)} tokens)"
+    return line + "THE OUTPUTS DIFFER: run 'eaglekit check' to see whether it is a near tie"
+
+
+@app.command()
+@_reporting
+def chat(
+    system: System = None,
+    target: Target = None,
+    head: Head = None,
+    method: Method = "eagle",
+    tree: Tree = "paper",
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Temperature = 0.0,
+    top_p: TopP = None,
+    top_k: TopK = None,
+    min_p: MinP = None,
+    repetition_penalty: Penalty = None,
+    seed: Seed = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Talk. /reset begins anew, /stats shows numbers, /quit leaves; Ctrl-C stops one answer only."""
+    from eaglekit.core.stats import Stats
+
+    model = _load(target, head, device, dtype, method)
+    talk = model.chat(system=system, tree=tree, method=method)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "seed": seed,
+    }
+    model.check_sampling(options)
+    total = Stats()
+    if sys.stdin.isatty():
+        _note("type a message; /reset, /stats, /quit; Ctrl-C stops an answer")
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            print(file=sys.stderr)
+            return
+        if not line:
+            continue
+        if line in ("/quit", "/exit"):
+            return
+        if line == "/reset":
+            talk.reset()
+            _note("a new conversation")
+        elif line == "/stats":
+            _note(
+                _describe(total)
+                + f"; {total.cached_prompt_tokens} of {total.prompt_tokens} prompt tokens from the cache"
+            )
+        elif line.startswith("/"):
+            _note(f"unknown command {line.split()[0]}; known: /reset, /stats, /quit")
+        else:
+            _answer(talk, line, options, total)
+
+
+def _answer(talk: Any, line: str, options: dict[str, Any], total: Stats) -> None:
+    """One turn of a chat; an error or Ctrl-C ends the turn, not the chat."""
+    try:
+        pieces = talk.send(line, **options)
+    except InputError as e:
+        _note(f"error: {e} (/reset begins a new conversation)")
+        return
+    try:
+        for piece in pieces:
+            print(piece.text, end="", flush=True)
+    except KeyboardInterrupt:
+        print(" …", end="")
+    finally:
+        pieces.close()
+        print(flush=True)
+        total.add(talk.last_stats)
+
+
+@app.command()
+@_reporting
+def check(
+    target: Target = None,
+    head: Head = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Less evidence, in under a minute.")] = False,
+    prompts: Annotated[int | None, typer.Option(min=1, help="Prompts decoded greedily.")] = None,
+    draws: Annotated[int | None, typer.Option(min=30, help="Draws of each G-test.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides everything random.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Is it lossless here? Greedy identity, laws above temperature 0, purity of the caches; exit code 1 if not."""
+    import dataclasses
+
+    from eaglekit.bench import lossless
+
+    options = lossless.CheckOptions.quick() if quick else lossless.CheckOptions()
+    changes: dict[str, Any] = {"seed": seed}
+    if prompts is not None:
+        changes["identity_prompts"] = prompts
+    if draws is not None:
+        changes["draws"] = draws
+    model = _load(target, head, device, dtype)
+    found = []
+    for finding in lossless.check(model, dataclasses.replace(options, **changes)):
+        found.append(finding)
+        if not as_json:
+            print(f"{'PASS' if finding.passed else 'FAIL'}  {finding.name}: {finding.detail}", flush=True)
+    passed = all(f.passed for f in found)
+    if as_json:
+        print(
+            json.dumps(
+                {"passed": passed, "target": model.target.info.name, "findings": [dataclasses.asdict(f) for f in found]}
+            )
+        )
+    else:
+        failed = sum(not f.passed for f in found)
+        print(
+            f"{'PASS' if passed else 'FAIL'}  {len(found) - failed} of {len(found)} checks on {model.target.info.name}"
+        )
+    if not passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+@_reporting
+def fetch(
+    force: Annotated[bool, typer.Option("--force", help="Make everything anew.")] = False,
+) -> None:
+    """Fetch the built-in target (98 MB) and unpack it once; later starts need no network."""
+    from eaglekit.models import builtin
+
+    print(builtin.fetch(force=force))
+
+
+if __name__ == "__main__":
+    app()

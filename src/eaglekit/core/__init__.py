@@ -1,0 +1,1 @@
+"""Pure functions and frozen objects: trees, sampling, verification, counters."""

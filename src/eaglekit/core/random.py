@@ -1,0 +1,71 @@
+"""Where chance comes from.
+
+Drafting and verification ask a `RandomSource` for every random decision. `GeneratorSource` answers from a
+`torch.Generator`, so that a request's seed decides its whole output. A test or a check can answer with a source that
+walks through *every* outcome instead, and so compute the exact law of the code that users run.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class RandomSource(Protocol):
+    """Every random decision that decoding makes."""
+
+    def accept(self, probability: float) -> bool:
+        """True with this probability (values above 1 count as 1)."""
+        ...
+
+    def draw(self, probs: Tensor) -> int:
+        """An index drawn from the law `probs` [V]."""
+        ...
+
+    def draw_distinct(self, probs: Tensor, count: int) -> Tensor:
+        """`count` indices per row of `probs` [R, V], drawn one after the other without replacement.
+
+        Returns:
+            int64 [R, count], in the order drawn; -1 where a row has no index of positive probability left.
+        """
+        ...
+
+
+class GeneratorSource:
+    """Random decisions from a `torch.Generator`; the global generator is never used.
+
+    Args:
+        generator: Its device must be the device of the probabilities.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+
+    @staticmethod
+    def seeded(seed: int, device: torch.device | str = "cpu") -> GeneratorSource:
+        """A source whose decisions follow from `seed`."""
+        return GeneratorSource(torch.Generator(device=device).manual_seed(seed))
+
+    def accept(self, probability: float) -> bool:
+        """See `RandomSource.accept`."""
+        device = self.generator.device
+        uniform = torch.rand((), dtype=torch.float64, device=device, generator=self.generator)
+        return uniform.item() < probability
+
+    def draw(self, probs: Tensor) -> int:
+        """See `RandomSource.draw`."""
+        return int(self._race(probs).argmax())
+
+    def draw_distinct(self, probs: Tensor, count: int) -> Tensor:
+        """See `RandomSource.draw_distinct`."""
+        keys, indices = self._race(probs).topk(min(count, probs.shape[-1]), dim=-1)
+        indices = torch.where(keys > 0, indices, -1)
+        missing = count - indices.shape[-1]
+        return torch.nn.functional.pad(indices, (0, missing), value=-1) if missing else indices
+
+    def _race(self, probs: Tensor) -> Tensor:
+        """Keys p / Exp(1): their order, largest first, is the order of draws without replacement (Plackett-Luce)."""
+        wait = torch.empty_like(probs).exponential_(generator=self.generator)
+        return probs / wait.clamp_min_(torch.finfo(probs.dtype).tiny)

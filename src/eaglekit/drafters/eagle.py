@@ -1,0 +1,234 @@
+"""EAGLE: drafts from a head that predicts the target's next feature (arXiv 2401.15077).
+
+With x_0 … x_M known and x_M the root, the head has read the pairs (f_j, x_{j+1}) for j < M; its output behind the
+last one is the predicted feature of the root, whose logits (through the target's own `lm_head`) are the draft law of
+the root's children. A draft x with a predicted feature f̂ of its parent becomes the pair (f̂, x), one position
+further on. One pass of the head per level of the tree; pairs of drafts are dropped after the round, and accepted
+tokens are read again with their true features.
+
+Children are drawn without replacement from the draft law, or, with greedy decoding, are its most probable tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from eaglekit.core.tree import DraftTree, TreeShape
+from eaglekit.engine.drafter import Context, Observed
+from eaglekit.models.head import EagleHead, HeadCache
+from eaglekit.models.target import Target
+
+
+class EagleDrafter:
+    """Draft trees of a fixed shape from an EAGLE head.
+
+    Args:
+        head: The draft head.
+        target: Lends its embeddings and its `lm_head`.
+        shape: The tree.
+        sampled: Whether drafts are drawn at random when tokens are; False proposes the most probable ones always, each
+            with probability one. Both are exact.
+    """
+
+    layers: tuple[int, ...] = ()
+
+    def __init__(self, head: EagleHead, target: Target, shape: TreeShape, *, sampled: bool = True) -> None:
+        self.head = head
+        self.target = target
+        self.shape = shape
+        self.sampled = sampled
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Drafts in its tree."""
+        return self.shape.num_draft_tokens
+
+    def open(self, batch: int, max_length: int) -> EagleState:
+        """A state for `batch` rows of at most `max_length` tokens."""
+        return EagleState(self, batch, max_length)
+
+
+class EagleState:
+    """The head's cache, and the pairs that were committed but not read yet."""
+
+    def __init__(self, drafter: EagleDrafter, batch: int, max_length: int) -> None:
+        self._drafter = drafter
+        head = drafter.head
+        self._device = head.fc.weight.device
+        self._cache = HeadCache(head.config, batch, max_length, head.dtype, self._device)
+        self._pending: list[Observed | None] = [None] * batch
+        self._last: list[Tensor | None] = [None] * batch  # the head's output [H] behind each row's last pair
+
+    @torch.inference_mode()
+    def propose(self, contexts: Sequence[Context]) -> list[DraftTree]:
+        """See `DrafterState.propose`."""
+        shape = self._drafter.shape.limited(max(c.max_depth for c in contexts))
+        if not shape.num_draft_tokens:
+            return [DraftTree.root_only(c.ids[-1]) for c in contexts]
+        self.read_pending()
+        grower = _Grower(self._drafter, shape, contexts)
+        features = torch.stack([f for f in self._last if f is not None])[:, None]
+        levels = shape.levels()
+        inner = [n for level in levels for n in level if shape.children[n]]
+        mask = shape.mask[inner][:, inner][:, 1:].to(features.device)
+        read = 0  # inner nodes, other than the root, whose pairs the head has read
+        for depth, level in enumerate(levels[:-1]):
+            nodes = [n for n in level if shape.children[n]]
+            if depth > 0:
+                features = self._read_drafts(grower, nodes, features, depth, mask[read + 1 :], read)
+                read += len(nodes)
+            grower.grow(nodes, features)
+        return [grower.tree(row) for row in range(len(contexts))]
+
+    def commit(self, observed: Sequence[Observed]) -> None:
+        """See `DrafterState.commit`."""
+        self._pending = [_joined(old, new) for old, new in zip(self._pending, observed, strict=True)]
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """See `DrafterState.truncate`."""
+        for row, length in enumerate(lengths):
+            pending = self._pending[row]
+            room = length - self._cache.lengths[row]
+            if pending is not None and room < len(pending.tokens):
+                keep = max(0, room)
+                self._pending[row] = Observed(pending.tokens[:keep], pending.features[:keep]) if keep else None
+        self._cache.truncate([min(a, b) for a, b in zip(lengths, self._cache.lengths, strict=True)])
+
+    def committed(self, row: int = 0) -> list[Tensor]:
+        """Keys and values [kv, length, D] of a row's committed pairs, layer by layer; for checks."""
+        length = self._cache.lengths[row]
+        return [t[row, :, :length] for t in (*self._cache.keys, *self._cache.values)]
+
+    @torch.inference_mode()
+    def read_pending(self) -> None:
+        """One pass over all committed pairs that were not read yet; only true features go in."""
+        counts = [0 if p is None else len(p.tokens) for p in self._pending]
+        if not any(counts):
+            return
+        drafter, width = self._drafter, max(counts)
+        device = self._device
+        tokens = torch.zeros(len(counts), width, dtype=torch.long, device=device)
+        features = torch.zeros(
+            len(counts), width, drafter.target.info.hidden_size, dtype=drafter.head.dtype, device=device
+        )
+        for row, pending in enumerate(self._pending):
+            if pending is not None:
+                tokens[row, : counts[row]] = pending.tokens
+                features[row, : counts[row]] = pending.features
+        starts = torch.tensor(self._cache.lengths, device=device)
+        positions = starts[:, None] + torch.arange(width, device=device)
+        out = drafter.head(drafter.target.embed(tokens).to(features.dtype), features, positions, None, self._cache)
+        self._cache.advance(counts)
+        for row, count in enumerate(counts):
+            if count:
+                self._last[row] = out[row, count - 1]
+        self._pending = [None] * len(counts)
+
+    def _read_drafts(
+        self, grower: _Grower, nodes: list[int], features: Tensor, depth: int, mask: Tensor, read: int
+    ) -> Tensor:
+        """One pass over the drafts `nodes` of a level: their predicted features [B, n, H].
+
+        Args:
+            grower: Holds the drafts' tokens.
+            nodes: The level's nodes that have children.
+            features: [B, m, H]: predicted features of the level above, of its nodes that have children.
+            depth: The level's depth.
+            mask: bool [≥ n, inner]: which inner nodes each node attends to.
+            read: How many inner nodes stand in the cache already.
+        """
+        drafter, cache, n = self._drafter, self._cache, len(nodes)
+        above = grower.parents_seen(nodes)
+        tokens = grower.tokens[:, nodes].clamp_min(0)
+        lengths = torch.tensor(cache.lengths, device=features.device)
+        # The pair of a draft of depth d stands where its parent's feature does: at M - 1 + d, M pairs being committed.
+        positions = (lengths + depth - 1)[:, None].expand(-1, n)
+        columns = max(cache.lengths) + read + n
+        slots = torch.arange(columns, device=features.device)
+        full = (slots < lengths[:, None])[:, None, :].expand(-1, n, -1).clone()
+        for row, length in enumerate(cache.lengths):
+            full[row, :, length : length + read + n] = mask[:n, : read + n]
+        predicted: Tensor = drafter.head(
+            drafter.target.embed(tokens).to(features.dtype),
+            features[:, above],
+            positions,
+            full[:, None],
+            cache,
+            offset=read,
+        )
+        return predicted
+
+
+class _Grower:
+    """The trees of a round while they grow, level by level, all rows at once."""
+
+    def __init__(self, drafter: EagleDrafter, shape: TreeShape, contexts: Sequence[Context]) -> None:
+        self.drafter = drafter
+        self.shape = shape
+        self.contexts = contexts
+        self.tokens = torch.full((len(contexts), len(shape.parents)), -1)
+        self.tokens[:, 0] = torch.tensor([c.ids[-1] for c in contexts])
+        self._laws: list[list[Tensor]] = [[] for _ in contexts]
+        self._law_row: dict[int, int] = {}
+        self._place: dict[int, int] = {}  # a node's place among its level's nodes that have children
+
+    def parents_seen(self, nodes: Sequence[int]) -> list[int]:
+        """Where the parents of `nodes` stood among the nodes that the level above gave features for."""
+        return [self._place[self.shape.parents[n]] for n in nodes]
+
+    def grow(self, nodes: list[int], features: Tensor) -> None:
+        """Choose the children of `nodes` from the head's features [B, n, H] behind them."""
+        self._place = {n: i for i, n in enumerate(nodes)}
+        known = len(self._law_row)
+        self._law_row.update({n: known + i for i, n in enumerate(nodes)})
+        target = self.drafter.target
+        logits = target.lm_head(features.to(target.info.dtype))
+        widest = max(len(self.shape.children[n]) for n in nodes)
+        for row, context in enumerate(self.contexts):
+            law = context.law
+            prefixes = self._prefixes(row, nodes) if law.needs_prefix else None
+            if law.greedy or not self.drafter.sampled:
+                scores = law.scores(logits[row], prefixes)
+                chosen = scores.topk(min(widest, scores.shape[-1]), dim=-1).indices
+            else:
+                probs = law.probs(logits[row], prefixes)
+                self._laws[row].append(probs)
+                chosen = context.source.draw_distinct(probs, widest)
+            self._place_children(row, nodes, chosen.tolist())
+
+    def _place_children(self, row: int, nodes: Sequence[int], chosen: list[list[int]]) -> None:
+        """A child of a node that is not there, or without a token to take, is not there either."""
+        placed: list[int] = []
+        values: list[int] = []
+        for node, tokens in zip(nodes, chosen, strict=True):
+            if self.tokens[row, node] >= 0:
+                children = self.shape.children[node][: len(tokens)]
+                placed.extend(children)
+                values.extend(tokens[: len(children)])
+        self.tokens[row, placed] = torch.tensor(values, dtype=torch.long)
+
+    def _prefixes(self, row: int, nodes: Sequence[int]) -> list[Tensor]:
+        ids = torch.tensor(list(self.contexts[row].ids))
+        return [torch.cat((ids, self.tokens[row, list(self.shape.path(n)[1:])].clamp_min(0))) for n in nodes]
+
+    def tree(self, row: int) -> DraftTree:
+        """The finished tree of a row, within the row's own limit of depth."""
+        tokens, depths = self.tokens[row].tolist(), self.shape.depths
+        limit = self.contexts[row].max_depth
+        keep = [n for n, t in enumerate(tokens) if t >= 0 and depths[n] <= limit]
+        index = {n: i for i, n in enumerate(keep)}
+        shape = TreeShape(tuple(-1 if n == 0 else index[self.shape.parents[n]] for n in keep))
+        chosen = self.tokens[row, keep]
+        if not self._laws[row]:
+            return DraftTree(chosen, shape)
+        rows = tuple(self._law_row.get(n, -1) for n in keep)
+        return DraftTree(chosen, shape, torch.cat(self._laws[row]), rows)
+
+
+def _joined(old: Observed | None, new: Observed) -> Observed:
+    if old is None:
+        return new
+    return Observed(torch.cat((old.tokens, new.tokens)), torch.cat((old.features, new.features)))

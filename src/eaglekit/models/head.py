@@ -1,0 +1,386 @@
+"""The EAGLE draft head: one small decoder layer that predicts the target's next feature (arXiv 2401.15077, section 3).
+
+Contract: pure functions of tensors and a `HeadCache`; the head has neither embeddings nor `lm_head`, those are the frozen
+target's. The input at position j is `[e_{j+1} ; f_j]`, the embedding of the token one step ahead, then the feature; the
+output is the predicted feature f̂_{j+1}, which the target's `lm_head` turns into the law of token j+2 and which is fed
+straight back as a feature: no final norm, no norm before the first layer's attention. The position of a node is the index
+of its feature. Parameter names are those of the reference's checkpoints.
+
+Glossary: B rows, N new nodes, E embedding width, H feature width, h heads, kv key/value heads, D head width, L keys seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from eaglekit.errors import HeadError, InputError
+from eaglekit.models.target import TargetInfo
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": partial(F.gelu, approximate="tanh"),
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+
+
+@dataclass(frozen=True)
+class HeadConfig:
+    """A head's shape.
+
+    Attributes:
+        hidden_size: H, width of the features; the target's.
+        embedding_size: E, width of the target's input embeddings.
+        num_attention_heads: h.
+        num_key_value_heads: kv, a divisor of h.
+        head_dim: D.
+        intermediate_size: Width of the MLP.
+        vocab_size: V of the target it was trained for.
+        num_hidden_layers: Decoder layers; the paper's head has one.
+        hidden_act: The MLP's gate, one of `ACTIVATIONS`.
+        rms_norm_eps: Added to the mean square in the norms.
+        rope_theta: Base of the rotary embedding.
+        rope_scaling: None for plain RoPE, or a transformers `rope_scaling` mapping (`rope_type`, `factor`, ...).
+        max_position_embeddings: The length it was meant for; nothing depends on it but some RoPE scalings.
+        fc_bias: Whether `fc` has a bias.
+    """
+
+    hidden_size: int
+    embedding_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    num_hidden_layers: int = 1
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: Mapping[str, Any] | None = None
+    max_position_embeddings: int = 2048
+    fc_bias: bool = False
+
+    def __post_init__(self) -> None:
+        for name in (
+            "hidden_size", "embedding_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "intermediate_size", "vocab_size", "num_hidden_layers", "max_position_embeddings",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise HeadError(f"head configuration: {name} is {value!r}; expected a whole number of at least 1")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise HeadError(
+                f"head configuration: {self.num_attention_heads} attention heads are not a multiple of "
+                f"{self.num_key_value_heads} key/value heads"
+            )
+        if self.head_dim % 2:
+            raise HeadError(f"head configuration: head_dim is {self.head_dim}; RoPE needs an even number")
+        if self.hidden_act not in ACTIVATIONS:
+            raise HeadError(
+                f"head configuration: hidden_act is {self.hidden_act!r}; expected one of {', '.join(ACTIVATIONS)}"
+            )
+
+    @staticmethod
+    def for_target(target: Any, **overrides: Any) -> HeadConfig:
+        """The paper's head for a target: one layer of the target's own shape.
+
+        Args:
+            target: A `TargetInfo`, or a transformers configuration, whose attention and MLP shape is then taken over.
+            **overrides: Fields to set otherwise.
+        """
+        if isinstance(target, TargetInfo):
+            heads = max(1, target.hidden_size // 64)
+            config = HeadConfig(
+                hidden_size=target.hidden_size,
+                embedding_size=target.embedding_size,
+                num_attention_heads=heads,
+                num_key_value_heads=heads,
+                head_dim=max(2, target.hidden_size // heads // 2 * 2),
+                intermediate_size=max(1, target.hidden_size * 8 // 3),
+                vocab_size=target.vocab_size,
+                max_position_embeddings=target.max_length,
+            )
+            return replace(config, **overrides)
+        text = target.get_text_config() if hasattr(target, "get_text_config") else target
+        rope = dict(getattr(text, "rope_parameters", None) or {})
+        if any(isinstance(v, Mapping) for v in rope.values()):  # one set per layer type: take full attention's
+            rope = dict(rope.get("full_attention") or next(iter(rope.values())))
+        theta = rope.pop("rope_theta", None) or getattr(text, "rope_theta", None) or 10000.0
+        scaling = rope or getattr(text, "rope_scaling", None)
+        if scaling is not None and _rope_type(scaling) == "default":
+            scaling = None
+        act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None) or "silu"
+        heads = text.num_attention_heads
+        config = HeadConfig(
+            hidden_size=text.hidden_size,
+            embedding_size=text.hidden_size,
+            num_attention_heads=heads,
+            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
+            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+            intermediate_size=text.intermediate_size,
+            vocab_size=text.vocab_size,
+            hidden_act=act if act in ACTIVATIONS else "silu",
+            rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-5)),
+            rope_theta=float(theta),
+            rope_scaling=scaling,
+            max_position_embeddings=getattr(text, "max_position_embeddings", 2048),
+        )
+        return replace(config, **overrides)
+
+
+def _rope_type(scaling: Mapping[str, Any]) -> str:
+    return str(scaling.get("rope_type") or scaling.get("type") or "default")
+
+
+def rope_frequencies(config: HeadConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies, float32 [D/2], and the factor on cos and sin."""
+    scaling = config.rope_scaling
+    if scaling is None or _rope_type(scaling) == "default":
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+        return 1.0 / config.rope_theta**exponents, 1.0
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kind = _rope_type(scaling)
+    if kind not in ROPE_INIT_FUNCTIONS:
+        raise HeadError(
+            f"head configuration: RoPE scaling {kind!r} is unknown; expected one of {', '.join(ROPE_INIT_FUNCTIONS)}"
+        )
+    llama = LlamaConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        num_key_value_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        max_position_embeddings=config.max_position_embeddings,
+        rope_parameters={"rope_theta": config.rope_theta, **scaling, "rope_type": kind},
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](llama, torch.device("cpu"))
+    return frequencies.float(), float(factor)
+
+
+class HeadCache:
+    """Keys and values of the head for B rows.
+
+    The first `lengths[b]` entries of row b are committed; `forward` writes new ones behind them and commits nothing.
+    """
+
+    def __init__(
+        self,
+        config: HeadConfig,
+        batch: int,
+        max_length: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        """Allocate room for `max_length` entries per row, uncommitted tree nodes included."""
+        shape = (batch, config.num_key_value_heads, max_length, config.head_dim)
+        layers = range(config.num_hidden_layers)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in layers]
+        self.lengths = [0] * batch
+        self.max_length = max_length
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Commit the first `counts[b]` entries behind row b's length."""
+        self.truncate([n + c for n, c in zip(self.lengths, counts, strict=True)], grow=True)
+
+    def truncate(self, lengths: Sequence[int], *, grow: bool = False) -> None:
+        """Forget all but the first `lengths[b]` entries of each row."""
+        for old, new in zip(self.lengths, lengths, strict=True):
+            if not 0 <= new <= (self.max_length if grow else old) or (grow and new < old):
+                raise InputError(f"head cache: length {new} for a row of {old}, of at most {self.max_length}")
+        self.lengths = list(lengths)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, offset: int) -> tuple[Tensor, Tensor]:
+        """Put `keys`, `values` [B, kv, N, D] at `lengths[b] + offset` and return the L first entries of all rows."""
+        new = keys.shape[2]
+        end = max(self.lengths) + offset + new
+        if end > self.max_length:
+            raise InputError(
+                f"head cache: {end} entries needed, room for {self.max_length}; open it with a larger max_length"
+            )
+        k, v = self.keys[layer], self.values[layer]
+        first = self.lengths[0]
+        if all(n == first for n in self.lengths):
+            k[:, :, first + offset : end] = keys
+            v[:, :, first + offset : end] = values
+        else:
+            for b, length in enumerate(self.lengths):
+                start = length + offset
+                k[b, :, start : start + new] = keys[b]
+                v[b, :, start : start + new] = values[b]
+        return k[:, :, :end], v[:, :, :end]
+
+
+class _Attention(nn.Module):
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        hidden, dim = config.hidden_size, config.head_dim
+        self.heads, self.kv, self.dim = config.num_attention_heads, config.num_key_value_heads, dim
+        self.q_proj = nn.Linear(hidden, self.heads * dim, bias=False)
+        self.k_proj = nn.Linear(hidden, self.kv * dim, bias=False)
+        self.v_proj = nn.Linear(hidden, self.kv * dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * dim, hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        batch, nodes, _ = x.shape
+        qk = torch.cat((self.q_proj(x), self.k_proj(x)), -1).view(batch, nodes, self.heads + self.kv, self.dim)
+        a, b = qk.transpose(1, 2).chunk(2, -1)
+        qk = torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+        v = self.v_proj(x).view(batch, nodes, self.kv, self.dim).transpose(1, 2)
+        y = attend(qk[:, : self.heads], qk[:, self.heads :], v)
+        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, nodes, self.heads * self.dim))
+        return out
+
+
+class _MLP(nn.Module):
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = ACTIVATIONS[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class _Norm(nn.Module):
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.eps = config.rms_norm_eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class _Layer(nn.Module):
+    def __init__(self, config: HeadConfig, number: int) -> None:
+        super().__init__()
+        self.self_attn = _Attention(config)
+        self.mlp = _MLP(config)
+        self.input_layernorm = _Norm(config) if number > 0 else None
+        self.post_attention_layernorm = _Norm(config)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+        normed = x if self.input_layernorm is None else self.input_layernorm(x)
+        x = x + self.self_attn(normed, cos, sin, attend)
+        out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return out
+
+
+class EagleHead(nn.Module):
+    """The draft head. A new one has random weights; the feature half of `fc` starts at the identity."""
+
+    inv_freq: Tensor
+
+    def __init__(self, config: HeadConfig, generator: torch.Generator | None = None) -> None:
+        """Build a head and initialise it from `generator` (seed 0 when None); the global generator is not used."""
+        super().__init__()
+        self.config = config
+        with torch.device("meta"):
+            self.fc = nn.Linear(config.embedding_size + config.hidden_size, config.hidden_size, bias=config.fc_bias)
+            self.layers = nn.ModuleList(_Layer(config, i) for i in range(config.num_hidden_layers))
+        self.to_empty(device="cpu")
+        frequencies, self.rope_factor = rope_frequencies(config)
+        self.register_buffer("inv_freq", frequencies, persistent=False)
+        self._initialise(generator or torch.Generator().manual_seed(0))
+
+    @torch.no_grad()
+    def _initialise(self, generator: torch.Generator) -> None:
+        for name, parameter in self.named_parameters():
+            if "norm" in name:
+                parameter.fill_(1.0)
+            elif name.endswith("bias"):
+                parameter.zero_()
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+        self.fc.weight[:, self.config.embedding_size :] = torch.eye(self.config.hidden_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.fc.weight.dtype
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EagleHead:
+        # The frequencies stay in float32 whatever the weights are cast to: positions lose their meaning in half precision.
+        kept = self._buffers.get("inv_freq")
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if kept is not None and self.inv_freq.dtype != torch.float32:
+            self.inv_freq = kept.to(self.inv_freq.device)
+        return self
+
+    def rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, 1, N, D/2] of `positions` [B, N], any size, computed in float32."""
+        angles = positions[:, None, :, None] * self.inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        if self.rope_factor != 1.0:
+            cos, sin = cos * self.rope_factor, sin * self.rope_factor
+        return cos.to(dtype), sin.to(dtype)
+
+    def forward(
+        self,
+        embeddings: Tensor,
+        features: Tensor,
+        positions: Tensor,
+        mask: Tensor | None = None,
+        cache: HeadCache | None = None,
+        offset: int = 0,
+    ) -> Tensor:
+        """Predict the next feature of every node.
+
+        Args:
+            embeddings: [B, N, E], of the tokens one step ahead.
+            features: [B, N, H], true ones or this head's own predictions.
+            positions: int64 [B, N]: the index of each node's feature.
+            mask: bool [B, 1, N, L]: the keys that each node sees, itself included; L = max(lengths) + offset + N without
+                padding, key l of row b being cache entry l. None: everything in the cache up to the node itself.
+            cache: Where the nodes' keys and values are written, at `lengths[b] + offset`; nothing is committed.
+            offset: Uncommitted nodes written behind `lengths` before these.
+
+        Returns:
+            [B, N, H].
+
+        Raises:
+            InputError: the cache is full.
+        """
+        x = self.fc(torch.cat((embeddings, features), -1))
+        cos, sin = self.rotation(positions, x.dtype)
+        nodes = x.shape[1]
+        causal = mask is None and cache is None and nodes > 1
+        if cache is not None and mask is None:
+            mask = self._causal_mask(cache, nodes, offset)
+        grouped = self.config.num_key_value_heads != self.config.num_attention_heads
+        for number, layer in enumerate(self.layers):
+
+            def attend(q: Tensor, k: Tensor, v: Tensor, number: int = number) -> Tensor:
+                if cache is not None:
+                    k, v = cache.write(number, k, v, offset)
+                return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
+
+            x = layer(x, cos, sin, attend)
+        out: Tensor = x
+        return out
+
+    def _causal_mask(self, cache: HeadCache, nodes: int, offset: int) -> Tensor | None:
+        """bool [B, 1, N, L], or None where every node sees everything."""
+        starts = [n + offset for n in cache.lengths]
+        end = max(starts) + nodes
+        if nodes == 1 and min(starts) == end - 1:
+            return None
+        device = self.inv_freq.device
+        last = torch.tensor(starts, device=device)[:, None] + torch.arange(nodes, device=device)
+        return (torch.arange(end, device=device) <= last[:, :, None])[:, None]
