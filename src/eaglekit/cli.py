@@ -364,6 +364,51 @@ def check(
 
 @app.command()
 @_reporting
+def bench(
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines with 'turns', 'prompt' or 'messages'; first turns are used.")
+    ],
+    method: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="transformers, plain, eagle or eagle:TREE, @TEMPERATURE behind it; may be repeated. "
+            "Default: plain, eagle:paper, eagle:chain:5."
+        ),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 128,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first N prompts only.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the JSON report here, after every prompt.")] = None,
+    target: Target = None,
+    head: Head = None,
+    seed: Annotated[int, typer.Option(min=0, help="Decides everything random.")] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Measure acceptance and speed: every method on every prompt in turn, the same weights and limits for all."""
+    from eaglekit.bench import run as runner
+    from eaglekit.bench.tasks import read_tasks
+
+    tasks = read_tasks(prompts, limit)
+    specs = [runner.MethodSpec.parse(m) for m in method or ("plain", "eagle:paper", "eagle:chain:5")]
+    if max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens {max_new_tokens}: expected at least 1")
+    if output is not None and not output.parent.is_dir():
+        raise InputError(f"--output {output}: no folder {output.parent}; make it first")
+    model = _load(target, head, device, dtype)
+    settings = {"file": prompts.name, "max_new_tokens": max_new_tokens, "seed": seed, "batch": 1}
+    data: dict[str, Any] = {}
+    for number, results in enumerate(runner.run(model, tasks, specs, max_new_tokens=max_new_tokens, seed=seed), 1):
+        data = runner.report(model, tasks, results, settings)
+        if output is not None:
+            output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        rates = ", ".join(f"{k} {m['tokens_per_second'].get('median', 0):.1f}" for k, m in data["methods"].items())
+        _note(f"{number} of {len(tasks)} prompts; tokens/s: {rates}")
+    print(runner.table(data))
+    print(json.dumps(data))
+
+
+@app.command()
+@_reporting
 def fetch(
     force: Annotated[bool, typer.Option("--force", help="Make everything anew.")] = False,
 ) -> None:

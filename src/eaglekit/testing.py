@@ -151,7 +151,9 @@ class _Script:
         self.weight = 1.0
         self._forced = list(forced)
 
-    def _choose(self, probs: Sequence[float]) -> int:
+    def _choose(self, weights: Sequence[float]) -> int:
+        total = sum(weights)
+        probs = [w / total for w in weights] if total > 0 else [1.0]  # like the race of `GeneratorSource`
         possible = [i for i, p in enumerate(probs) if p > 0]
         turn = len(self.options)
         if turn == len(self.choices):
@@ -176,7 +178,7 @@ class _Script:
             chosen: list[int] = []
             left = law.clone()
             while len(chosen) < count and left.sum() > 0:
-                chosen.append(self._choose((left / left.sum()).tolist()))
+                chosen.append(self._choose(left.tolist()))
                 left[chosen[-1]] = 0
             rows.append(chosen + [-1] * (count - len(chosen)))
         return torch.tensor(rows)

@@ -1,0 +1,266 @@
+"""Acceptance and speed on a file of prompts: every method on every prompt, in turn.
+
+Contract: methods alternate prompt by prompt, in an order that rotates, so that a machine whose speed drifts slows all
+of them alike; each is warmed up once; the same weights, prompts, limits and stopping serve all. A ratio is taken prompt
+by prompt, on seconds per new token, and reported as median, 10th and 90th percentile. `transformers` is the stock
+`generate` on the very same module. Greedy ids are compared with those of the first greedy method named.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from eaglekit import __version__
+from eaglekit.api import Model
+from eaglekit.bench.lossless import first_difference, fresh_logits
+from eaglekit.bench.tasks import Task
+from eaglekit.core.stats import Stats
+from eaglekit.core.tree import TreeShape
+from eaglekit.errors import InputError
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A column of the table: `transformers`, `plain`, or `eagle` with a tree; `@T` behind it sets the temperature."""
+
+    label: str
+    kind: str
+    tree: str = "paper"
+    temperature: float = 0.0
+
+    @staticmethod
+    def parse(text: str) -> MethodSpec:
+        """`transformers`, `plain`, `eagle`, `eagle:TREE`, each with an optional `@TEMPERATURE`.
+
+        Raises:
+            InputError: it is none of these.
+        """
+        body, _, heat = text.partition("@")
+        kind, _, tree = body.partition(":")
+        try:
+            temperature = float(heat) if heat else 0.0
+        except ValueError:
+            temperature = -1.0
+        if kind not in ("transformers", "plain", "eagle") or (tree and kind != "eagle") or temperature < 0:
+            raise InputError(
+                f"method {text!r}: expected transformers, plain, eagle or eagle:TREE, "
+                "with @TEMPERATURE behind it if not 0"
+            )
+        if kind == "eagle":
+            TreeShape.parse(tree or "paper")
+        return MethodSpec(text, kind, tree or "paper", temperature)
+
+
+@dataclass
+class MethodResult:
+    """What a method did on all prompts."""
+
+    spec: MethodSpec
+    stats: Stats = field(default_factory=Stats)
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    taus: list[float] = field(default_factory=list)
+    ids: list[list[int]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One method's answer to one prompt."""
+
+    ids: list[int]
+    seconds: float
+    stats: Stats | None
+
+
+def run(
+    model: Model,
+    tasks: Sequence[Task],
+    specs: Sequence[MethodSpec],
+    *,
+    max_new_tokens: int,
+    seed: int = 0,
+    on_prompt: Callable[[int, Task], None] | None = None,
+) -> Iterator[list[MethodResult]]:
+    """Run every method on every task; yields all results so far after each task.
+
+    Raises:
+        InputError: no methods, or two with one label.
+    """
+    if not specs or len({s.label for s in specs}) < len(specs):
+        raise InputError("bench: give at least one method, and none twice")
+    results = [MethodResult(spec) for spec in specs]
+    for spec in specs:
+        answer(model, tasks[0].text, spec, max_new_tokens=min(16, max_new_tokens), seed=seed)
+    for number, task in enumerate(tasks):
+        for i in range(len(results)):
+            result = results[(i + number) % len(results)]
+            got = answer(model, task.text, result.spec, max_new_tokens=max_new_tokens, seed=seed + number)
+            result.ids.append(got.ids)
+            result.seconds.append(got.seconds)
+            result.tokens.append(len(got.ids))
+            if got.stats is not None:
+                result.stats.add(got.stats)
+                result.taus.append(got.stats.tau)
+        if on_prompt is not None:
+            on_prompt(number + 1, task)
+        yield results
+
+
+def answer(model: Model, text: str, spec: MethodSpec, *, max_new_tokens: int, seed: int) -> Answer:
+    """One answer, timed from the token ids to the last token."""
+    prompt = model.encode(text)
+    if spec.kind == "transformers":
+        return _stock(model, prompt, spec, max_new_tokens, seed)
+    start = time.perf_counter()
+    out = model.generate(
+        prompt,
+        max_new_tokens=max_new_tokens,
+        temperature=spec.temperature,
+        tree=spec.tree,
+        method=spec.kind,
+        seed=seed,
+    )
+    return Answer(out.token_ids, time.perf_counter() - start, out.stats)
+
+
+def _stock(model: Model, prompt: list[int], spec: MethodSpec, max_new_tokens: int, seed: int) -> Answer:
+    module = getattr(model.target, "model", None)
+    if module is None:
+        raise InputError("bench: method 'transformers' needs a target that is a stock transformers model")
+    sampling: dict[str, Any] = {"do_sample": False}
+    if spec.temperature > 0:
+        sampling = {"do_sample": True, "temperature": spec.temperature}
+    ids = torch.tensor([prompt], device=module.device)
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        start = time.perf_counter()
+        out = module.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(model.defaults.eos_ids) or None,
+            pad_token_id=(model.defaults.eos_ids or (0,))[0],
+            **sampling,
+        )
+        seconds = time.perf_counter() - start
+    return Answer(out[0, len(prompt) :].tolist(), seconds, None)
+
+
+def report(
+    model: Model, tasks: Sequence[Task], results: Sequence[MethodResult], settings: dict[str, Any]
+) -> dict[str, Any]:
+    """All numbers, for JSON."""
+    done = min(len(r.ids) for r in results)
+    oracle = next((r for r in results if r.spec.temperature == 0), None)
+    base = next((r for r in results if r.spec.kind == "plain" and r.spec.temperature == 0), None)
+    return {
+        "eaglekit": __version__,
+        "settings": {**settings, "prompts": done},
+        "machine": machine(),
+        "target": {
+            "name": model.target.info.name.rsplit("/", 1)[-1],
+            "dtype": str(model.target.info.dtype).removeprefix("torch."),
+            "device": str(model.target.info.device),
+        },
+        "methods": {r.spec.label: _numbers(r, base) for r in results},
+        "identity": {
+            r.spec.label: _identity(model, tasks, oracle, r)
+            for r in results
+            if oracle is not None and r is not oracle and r.spec.temperature == 0
+        },
+        "oracle": None if oracle is None else oracle.spec.label,
+    }
+
+
+def _numbers(result: MethodResult, base: MethodResult | None) -> dict[str, Any]:
+    rates = [n / s for n, s in zip(result.tokens, result.seconds, strict=True) if n]
+    out: dict[str, Any] = {
+        "tokens": sum(result.tokens),
+        "seconds": round(sum(result.seconds), 3),
+        "tokens_per_second": spread(rates),
+    }
+    if result.taus:
+        out["tau"] = round(result.stats.tau, 4)
+        out["tau_by_prompt"] = spread(result.taus)
+        out["stats"] = result.stats.to_dict()
+    if base is not None and result is not base:
+        ratios = [
+            (sb / nb) / (s / n)
+            for n, s, nb, sb in zip(result.tokens, result.seconds, base.tokens, base.seconds, strict=True)
+            if n and nb
+        ]
+        out["speedup_over_plain"] = spread(ratios)
+    return out
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, 10th and 90th percentile, mean."""
+    if not values:
+        return {}
+    ordered = sorted(values)
+
+    def at(share: float) -> float:
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+    return {
+        "median": round(statistics.median(ordered), 4),
+        "p10": round(at(0.1), 4),
+        "p90": round(at(0.9), 4),
+        "mean": round(statistics.fmean(ordered), 4),
+    }
+
+
+def _identity(model: Model, tasks: Sequence[Task], oracle: MethodResult, result: MethodResult) -> dict[str, Any]:
+    """How many prompts gave the oracle's ids, and the gap of the best two logits at each first difference."""
+    differences = []
+    for task, expected, got in zip(tasks, oracle.ids, result.ids, strict=False):
+        at = first_difference(expected, got)
+        if at is not None:
+            logits = fresh_logits(model.target)([*model.encode(task.text), *expected[:at]])
+            best = logits.float().topk(2).values
+            differences.append({"prompt": task.id, "token": at, "gap": round(float(best[0] - best[1]), 6)})
+    return {"identical": len(result.ids) - len(differences), "of": len(result.ids), "differences": differences}
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers were measured on."""
+    name = platform.processor() or platform.machine()
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as f:
+            name = next((line.split(":", 1)[1].strip() for line in f if line.startswith("model name")), name)
+    except OSError:
+        pass
+    return {
+        "cpu": name,
+        "threads": torch.get_num_threads(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def table(data: dict[str, Any]) -> str:
+    """The report as a Markdown table."""
+    rows = [
+        "| method | tokens/s, median (10th, 90th percentile) | against plain | τ | identical ids |",
+        "|---|---|---|---|---|",
+    ]
+    for label, m in data["methods"].items():
+        rate, ratio, same = m["tokens_per_second"], m.get("speedup_over_plain"), data["identity"].get(label)
+        rows.append(
+            f"| {label} | {_show(rate)} | {'' if not ratio else _show(ratio) + 'x'} | "
+            f"{'' if 'tau' not in m else format(m['tau'], '.2f')} | "
+            f"{'' if same is None else '{} of {}'.format(same['identical'], same['of'])} |"
+        )
+    return "\n".join(rows)
+
+
+def _show(numbers: dict[str, float]) -> str:
+    return f"{numbers['median']:.2f} ({numbers['p10']:.2f}, {numbers['p90']:.2f})" if numbers else ""
