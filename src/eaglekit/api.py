@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
@@ -211,7 +211,7 @@ class Model:
         plan = self._plan(
             self.encode(prompt, chat_template=chat_template),
             max_new_tokens=max_new_tokens,
-            sampling=self._sampling(temperature, top_p, top_k, min_p, repetition_penalty),
+            sampling=_sampling(self.defaults.sampling, temperature, top_p, top_k, min_p, repetition_penalty),
             stop=stop,
             seed=seed,
             logits_processor=logits_processor,
@@ -234,8 +234,7 @@ class Model:
             InputError: an unknown method or a bad tree.
             HeadError: method "eagle" without a head.
         """
-        if method not in ("eagle", "plain"):
-            raise InputError(f"method={method!r}: expected 'eagle' or 'plain'")
+        check_method(method)
         shape = TreeShape.parse(tree) if isinstance(tree, str) else tree
         if method == "plain":
             return PlainDrafter()
@@ -281,18 +280,26 @@ class Model:
                 )
         return self._apply_template([dict(m) for m in items if isinstance(m, Mapping)])
 
-    def check_sampling(self, options: Mapping[str, Any]) -> None:
-        """Raise InputError now if a conversation with these options could not begin."""
-        names = ("top_p", "top_k", "min_p", "repetition_penalty")
-        self._plan(
-            [0],
-            max_new_tokens=options["max_new_tokens"],
-            sampling=self._sampling(options["temperature"], *(options.get(k) for k in names)),
-            stop=(),
-            seed=options.get("seed"),
-            logits_processor=(),
-            logprobs=False,
-        )
+    @staticmethod
+    def check_options(
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+    ) -> None:
+        """Check options of `stream` that can be judged without a model.
+
+        Raises:
+            InputError: one of them is out of range.
+        """
+        _sampling(SamplingParams(), temperature, top_p, top_k, min_p, repetition_penalty)
+        _check_seed(seed)
+        Stopper(max_new_tokens=max_new_tokens, stop=[stop] if isinstance(stop, str) else stop, decode=lambda _: "")
 
     def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
         if self.tokenizer is None or not self.tokenizer.chat_template:
@@ -304,23 +311,6 @@ class Model:
         except Exception as e:  # templates are programs of their own: they raise what they like
             raise InputError(f"prompt: the chat template refuses these messages: {e}") from None
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _sampling(
-        self,
-        temperature: float,
-        top_p: float | None,
-        top_k: int | None,
-        min_p: float | None,
-        repetition_penalty: float | None,
-    ) -> SamplingParams:
-        own = self.defaults.sampling
-        return SamplingParams(
-            temperature=temperature,
-            top_p=own.top_p if top_p is None else top_p,
-            top_k=own.top_k if top_k is None else top_k,
-            min_p=own.min_p if min_p is None else min_p,
-            repetition_penalty=own.repetition_penalty if repetition_penalty is None else repetition_penalty,
-        )
 
     def _plan(
         self,
@@ -334,8 +324,7 @@ class Model:
         logprobs: bool,
     ) -> _Plan:
         """Check a request; nothing is computed."""
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
-            raise InputError(f"seed={seed!r}: expected a whole number from 0 to 2**63 - 1, or None")
+        _check_seed(seed)
         stops = [*([stop] if isinstance(stop, str) else stop), *self.defaults.stop]
         stopper = Stopper(
             max_new_tokens=max_new_tokens,
@@ -382,7 +371,8 @@ class Chat:
         interrupt, an error) counts with the text that was read.
         """
         messages = [*self.messages, {"role": "user", "content": text}]
-        sampling = self._model._sampling(
+        sampling = _sampling(
+            self._model.defaults.sampling,
             options.pop("temperature", 0.0),
             *(options.pop(k, None) for k in ("top_p", "top_k", "min_p", "repetition_penalty")),
         )
@@ -410,6 +400,35 @@ class Chat:
         finally:
             stream.close()
             self.messages = [*messages, {"role": "assistant", "content": text}]
+
+
+def check_method(method: str) -> None:
+    """Raise InputError unless `method` is known."""
+    if method not in get_args(Method):
+        raise InputError(f"method {method!r}: expected one of {', '.join(get_args(Method))}")
+
+
+def _check_seed(seed: int | None) -> None:
+    if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
+        raise InputError(f"seed={seed!r}: expected a whole number from 0 to 2**63 - 1, or None")
+
+
+def _sampling(
+    own: SamplingParams,
+    temperature: float,
+    top_p: float | None,
+    top_k: int | None,
+    min_p: float | None,
+    repetition_penalty: float | None,
+) -> SamplingParams:
+    """A request's parameters; those that it leaves open are the model's `own`."""
+    return SamplingParams(
+        temperature=temperature,
+        top_p=own.top_p if top_p is None else top_p,
+        top_k=own.top_k if top_k is None else top_k,
+        min_p=own.min_p if min_p is None else min_p,
+        repetition_penalty=own.repetition_penalty if repetition_penalty is None else repetition_penalty,
+    )
 
 
 def load(

@@ -93,15 +93,23 @@ def _note(message: str) -> None:
     print(f"eaglekit: {message}", file=sys.stderr, flush=True)
 
 
-def _load(target: str | None, head: str | None, device: str, dtype: str, method: str = "eagle") -> Model:
+def _load(target: str | None, head: str | None, device: str, dtype: str) -> Model:
     from eaglekit.api import load
 
-    if method not in ("eagle", "plain"):
-        raise InputError(f"--method {method}: expected eagle or plain")
     model = load(target, head, device=device, dtype=dtype)
     for note in model.defaults.notes:
         _note(note)
     return model
+
+
+def _check_before_loading(method: str, tree: str, options: dict[str, Any]) -> None:
+    """Refuse what no model could carry out before gigabytes are read."""
+    from eaglekit.api import Model, check_method
+    from eaglekit.core.tree import TreeShape
+
+    check_method(method)
+    TreeShape.parse(tree)
+    Model.check_options(**options)
 
 
 def _version(value: bool) -> None:
@@ -152,19 +160,19 @@ def generate(
     messages: Any = text
     if system is not None:
         messages = [{"role": "system", "content": system}, {"role": "user", "content": text}]
-    model = _load(target, head, device, dtype, method)
-    options: dict[str, Any] = {
+    sampling: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
         "min_p": min_p,
         "repetition_penalty": repetition_penalty,
-        "stop": stop or [],
         "seed": seed,
-        "tree": tree,
-        "chat_template": not raw,
+        "stop": stop or [],
     }
+    _check_before_loading(method, tree, sampling)
+    model = _load(target, head, device, dtype)
+    options = {**sampling, "tree": tree, "chat_template": not raw}
     stream = model.stream(messages, method=method, **options)  # type: ignore[arg-type]
     out = stream.result() if as_json else _print_stream(stream)
     plain = model.generate(messages, method="plain", **options) if compare else None
@@ -257,8 +265,6 @@ def chat(
     """Talk. /reset begins anew, /stats shows numbers, /quit leaves; Ctrl-C stops one answer only."""
     from eaglekit.core.stats import Stats
 
-    model = _load(target, head, device, dtype, method)
-    talk = model.chat(system=system, tree=tree, method=method)  # type: ignore[arg-type]
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -268,7 +274,9 @@ def chat(
         "repetition_penalty": repetition_penalty,
         "seed": seed,
     }
-    model.check_sampling(options)
+    _check_before_loading(method, tree, options)
+    model = _load(target, head, device, dtype)
+    talk = model.chat(system=system, tree=tree, method=method)  # type: ignore[arg-type]
     total = Stats()
     if sys.stdin.isatty():
         _note("type a message; /reset, /stats, /quit; Ctrl-C stops an answer")
