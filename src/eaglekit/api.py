@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -147,12 +147,7 @@ class Model:
     @staticmethod
     def wrap(target: HFTarget, tokenizer: Any = None, head: EagleHead | None = None) -> Model:
         """A model from a target that is in memory already; its own generation_config is read."""
-        eos = getattr(target.model.config.get_text_config(), "eos_token_id", None)
-        if eos is None:
-            eos = getattr(tokenizer, "eos_token_id", None)
-        eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        defaults = GenerationDefaults.of(target.model.generation_config, eos_ids)
-        return Model(target, tokenizer, head, defaults)
+        return Model(target, tokenizer, head, target.defaults(tokenizer))
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Answer `prompt`.
@@ -236,6 +231,8 @@ class Model:
         """
         check_method(method)
         shape = TreeShape.parse(tree) if isinstance(tree, str) else tree
+        if not isinstance(shape, TreeShape):
+            raise InputError(f"tree={tree!r}: expected 'paper', 'chain:N', the path of a JSON file, or a TreeShape")
         if method == "plain":
             return PlainDrafter()
         if self.head is None:
@@ -264,6 +261,10 @@ class Model:
             if chat_template and self.tokenizer.chat_template:
                 return self._apply_template([{"role": "user", "content": prompt}])
             return list(self.tokenizer(prompt)["input_ids"])
+        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+            raise InputError(
+                f"prompt: got {type(prompt).__name__}; expected a string, a list of messages, or a list of token ids"
+            )
         items = list(prompt)
         if items and all(isinstance(i, int) and not isinstance(i, bool) for i in items):
             return [int(i) for i in items if isinstance(i, int)]
@@ -299,7 +300,7 @@ class Model:
         """
         _sampling(SamplingParams(), temperature, top_p, top_k, min_p, repetition_penalty)
         _check_seed(seed)
-        Stopper(max_new_tokens=max_new_tokens, stop=[stop] if isinstance(stop, str) else stop, decode=lambda _: "")
+        Stopper(max_new_tokens=max_new_tokens, stop=_stops(stop), decode=lambda _: "")
 
     def _apply_template(self, messages: list[dict[str, str]]) -> list[int]:
         if self.tokenizer is None or not self.tokenizer.chat_template:
@@ -325,11 +326,14 @@ class Model:
     ) -> _Plan:
         """Check a request; nothing is computed."""
         _check_seed(seed)
-        stops = [*([stop] if isinstance(stop, str) else stop), *self.defaults.stop]
+        if not isinstance(logits_processor, Sequence) or not all(map(callable, logits_processor)):
+            raise InputError(
+                f"logits_processor={logits_processor!r}: expected a list of callables (ids, scores) -> scores"
+            )
         stopper = Stopper(
             max_new_tokens=max_new_tokens,
             eos_ids=self.defaults.eos_ids,
-            stop=stops,
+            stop=[*_stops(stop), *self.defaults.stop],
             decode=None if self.tokenizer is None else self._decode,
         )
         source = GeneratorSource.seeded(secrets.randbits(63) if seed is None else seed, self.target.info.device)
@@ -357,19 +361,26 @@ class Chat:
         self._model = model
         self._session = session
         self._system = system
+        self._current: Generator[Piece] | None = None
         self.messages: list[dict[str, str]] = []
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew, with the system message alone."""
+        """Begin anew, with the system message alone; an answer that is being read ends."""
+        self._end_answer()
         self.messages = [] if self._system is None else [{"role": "system", "content": self._system}]
 
-    def send(self, text: str, **options: Any) -> Iterator[Piece]:
+    def _end_answer(self) -> None:
+        if self._current is not None:
+            self._current.close()
+
+    def send(self, text: str, **options: Any) -> Generator[Piece]:
         """Answer the next message of the user; options as for `Model.stream`, but for tree and method.
 
         The turn is added to `messages` when the answer has ended. An answer that is not read to its end (an
-        interrupt, an error) counts with the text that was read.
+        interrupt, an error, the next message) counts with the text that was read.
         """
+        self._end_answer()
         messages = [*self.messages, {"role": "user", "content": text}]
         sampling = _sampling(
             self._model.defaults.sampling,
@@ -388,9 +399,10 @@ class Chat:
             raise InputError(f"chat: unknown options {sorted(unknown)}; expected some of {sorted(defaults)}")
         plan = self._model._plan(self._model.encode(messages), sampling=sampling, **{**defaults, **options})
         check_prompt(plan.ids, plan.stopper.remaining, self._session.max_length, self._model.target)
-        return self._answer(plan.run(self._session), messages)
+        self._current = self._answer(plan.run(self._session), messages)
+        return self._current
 
-    def _answer(self, stream: Stream, messages: list[dict[str, str]]) -> Iterator[Piece]:
+    def _answer(self, stream: Stream, messages: list[dict[str, str]]) -> Generator[Piece]:
         text = ""
         self.last_stats = stream.stats
         try:
@@ -411,6 +423,12 @@ def check_method(method: str) -> None:
 def _check_seed(seed: int | None) -> None:
     if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63):
         raise InputError(f"seed={seed!r}: expected a whole number from 0 to 2**63 - 1, or None")
+
+
+def _stops(stop: str | Sequence[str]) -> list[str]:
+    if not isinstance(stop, (str, Sequence)):
+        raise InputError(f"stop={stop!r}: expected a string or a list of strings")
+    return [stop] if isinstance(stop, str) else list(stop)
 
 
 def _sampling(

@@ -417,6 +417,66 @@ def bench(
 
 @app.command()
 @_reporting
+def train(
+    output: Annotated[Path, typer.Option(help="Folder of the head, and of everything on the way.")],
+    data: Annotated[
+        list[Path],
+        typer.Option(
+            help="JSON lines, may be repeated: 'turns' are prompts that the target answers, "
+            "'conversations' are dialogues used as they are."
+        ),
+    ],
+    target: Target = None,
+    synthesize: Annotated[
+        int | None, typer.Option(min=1, help="Prompts that the target answers, in the seed's order. Default: all.")
+    ] = None,
+    given_tokens: Annotated[int, typer.Option(min=0, help="Tokens of given dialogues used; 0 for all.")] = 0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Limit of the target's answers, tokens.")] = 256,
+    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
+    learning_rate: Annotated[
+        float, typer.Option(help="Peak rate; 3e-5 is the paper's, for widths of 4096 and more.")
+    ] = 2e-3,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 4096,
+    init: Annotated[Path | None, typer.Option(help="Start from this head instead of random weights.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted training.")] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the data's order, the noise and the weights.")] = 0,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Train a draft head: the target answers prompts, its features are read, the head learns to predict them."""
+    from eaglekit.models import builtin
+    from eaglekit.models.hf import load_hf
+    from eaglekit.train.pipeline import train_head
+    from eaglekit.train.synthesize import SynthesisOptions
+    from eaglekit.train.trainer import TrainOptions
+
+    options = TrainOptions(epochs=epochs, learning_rate=learning_rate, batch_tokens=batch_tokens, seed=seed)
+    path: str | Path = target or builtin.fetch()
+    if str(path).lower().endswith(".gguf"):
+        path = builtin.load_gguf(path)
+    loaded, tokenizer = load_hf(path, device=device, dtype=dtype)
+    if tokenizer is None:
+        raise InputError(f"train: {path} has no tokenizer, so text cannot be read; add its tokenizer files")
+    result = train_head(
+        loaded.model,
+        tokenizer,
+        target_name=Path(str(path)).name,
+        files=data,
+        output=output,
+        options=options,
+        synthesis=SynthesisOptions(max_new_tokens=max_new_tokens, seed=seed),
+        answers=synthesize,
+        given_tokens=given_tokens,
+        init=init,
+        resume=resume,
+        progress=_note,
+    )
+    tau = ", ".join(f"{name} {value:.2f}" for name, value in result.best.tau.items())
+    print(f"{output}: τ on held-out answers {tau} after {result.best_step} of {result.steps} steps")
+
+
+@app.command()
+@_reporting
 def fetch(
     force: Annotated[bool, typer.Option("--force", help="Make everything anew.")] = False,
 ) -> None:

@@ -8,7 +8,8 @@ Conventions:
                 bonus or recovered token; it does not count tokens cut off behind an end of text, a stop string or the
                 limit
     tried[d]    rounds in which the walk stood at depth d of a tree and had children to try there
-    accepted[d] those of them in which one child was accepted
+    accepted[d] those of them in which one child was accepted; like `kept_drafts` and `tried`, it stops where the
+                answer was cut off
     n_alpha     accepted[n] / tried[n], on chains only: at step n the head's input holds n features of its own
     seconds     wall time by phase: prefill, draft, verify (the target's pass), accept (the walk and both commits), rest
 """
@@ -40,13 +41,13 @@ class Stats:
     accepted: list[int] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
-    def observe(self, shape: TreeShape, verdict: Verdict) -> None:
-        """Count one round."""
+    def observe(self, shape: TreeShape, verdict: Verdict, kept: int) -> None:
+        """Count one round, of whose tokens the first `kept` belong to the answer."""
         self.rounds += 1
         self.drafted += shape.num_draft_tokens
-        self.kept_drafts += verdict.num_accepted
+        self.kept_drafts += min(verdict.num_accepted, kept)
         self.only_chains &= shape.is_chain
-        depth = len(verdict.nodes) - (1 if verdict.bonus else 0)
+        depth = min(kept, len(verdict.nodes) - (1 if verdict.bonus else 0))
         grow = depth - len(self.tried)
         self.tried += [0] * grow
         self.accepted += [0] * grow

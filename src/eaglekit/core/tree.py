@@ -244,6 +244,11 @@ class DraftTree:
                 f"tree: {tuple(self.tokens.shape)} tokens for {len(self.shape.parents)} nodes; the numbers must agree"
             )
         if self.draft_probs is not None:
+            if len(self.row_of) != len(self.shape.parents):
+                raise TreeError(
+                    f"tree: row_of has {len(self.row_of)} entries for {len(self.shape.parents)} nodes; "
+                    "the numbers must agree"
+                )
             for node, children in enumerate(self.shape.children):
                 if children and not 0 <= self.row_of[node] < len(self.draft_probs):
                     raise TreeError(f"tree: node {node} has children but no draft probabilities")

@@ -188,6 +188,8 @@ class _Grower:
         logits = target.lm_head(features.to(target.info.dtype))
         widest = max(len(self.shape.children[n]) for n in nodes)
         for row, context in enumerate(self.contexts):
+            if self.shape.depths[nodes[0]] >= context.max_depth:
+                continue  # a neighbour's tree is deeper: this row must make no random decision on its account
             law = context.law
             prefixes = self._prefixes(row, nodes) if law.needs_prefix else None
             if law.greedy or not self.drafter.sampled:
@@ -224,7 +226,7 @@ class _Grower:
         chosen = self.tokens[row, keep]
         if not self._laws[row]:
             return DraftTree(chosen, shape)
-        rows = tuple(self._law_row.get(n, -1) for n in keep)
+        rows = tuple(self._law_row.get(n, -1) if depths[n] < limit else -1 for n in keep)
         return DraftTree(chosen, shape, torch.cat(self._laws[row]), rows)
 
 

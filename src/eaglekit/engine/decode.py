@@ -18,8 +18,8 @@ from torch import Tensor
 from eaglekit.core.random import RandomSource
 from eaglekit.core.sampling import Law
 from eaglekit.core.stats import Stats
-from eaglekit.core.tree import DraftTree
-from eaglekit.core.verify import verify
+from eaglekit.core.tree import DraftTree, TreeShape
+from eaglekit.core.verify import Verdict, verify
 from eaglekit.engine.drafter import Context, Drafter, DrafterState, observe
 from eaglekit.engine.stopping import Piece, Stopper
 from eaglekit.errors import InputError
@@ -28,10 +28,19 @@ from eaglekit.models.target import Target, TargetState
 
 @dataclass(frozen=True)
 class Round:
-    """Tokens that one round emitted, and the target's own log-probability of each if it was asked for."""
+    """What one round emitted.
+
+    Attributes:
+        tokens: At least one.
+        logprobs: The target's own log-probability of each, if it was asked for.
+        shape: The tree that was verified, or None for the prefill.
+        verdict: What became of it.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...] | None
+    shape: TreeShape | None = None
+    verdict: Verdict | None = None
 
 
 class Session:
@@ -77,8 +86,10 @@ class Session:
                     if first:
                         emitted = self._start(prompt, law, source, stats, clock, logprobs)
                     else:
-                        emitted = self._step(law, source, stopper.remaining, stats, clock, logprobs)
+                        emitted = self._step(law, source, stopper.remaining, clock, logprobs)
                     piece = stopper.push(emitted.tokens, emitted.logprobs)
+                if emitted.shape is not None and emitted.verdict is not None:
+                    stats.observe(emitted.shape, emitted.verdict, len(piece.token_ids))
                 stats.new_tokens += len(piece.token_ids)
                 stats.first_tokens += len(piece.token_ids) if first else 0
                 first = False
@@ -128,7 +139,7 @@ class Session:
         with clock.phase("prefill"):
             logits, tokens, kept = self._read(prompt, lambda row: verify(root, row, law, prompt, source).tokens)
         stats.cached_prompt_tokens += kept
-        return _round(tokens, logits, logprobs)
+        return Round(tokens, _logprobs(tokens, logits) if logprobs else None)
 
     def _read(
         self, prompt: Sequence[int], choose: Callable[[Tensor], Sequence[int]]
@@ -151,15 +162,7 @@ class Session:
         self.ids = [*prompt, *tokens]
         return out.logits[0], tokens, keep
 
-    def _step(
-        self,
-        law: Law,
-        source: RandomSource,
-        remaining: int,
-        stats: Stats,
-        clock: _Clock,
-        logprobs: bool,
-    ) -> Round:
+    def _step(self, law: Law, source: RandomSource, remaining: int, clock: _Clock, logprobs: bool) -> Round:
         """One round: every one emits at least one token."""
         target, drafter = self._states()
         with clock.phase("draft"):
@@ -172,9 +175,9 @@ class Session:
             target.commit([verdict.nodes])
             layers = {k: v[0] for k, v in out.layers.items()}
             drafter.commit([observe(out.features[0], layers, verdict.nodes, verdict.tokens)])
-        stats.observe(tree.shape, verdict)
         self.ids.extend(verdict.tokens)
-        return _round(verdict.tokens, out.logits[0, list(verdict.nodes)], logprobs)
+        scores = _logprobs(verdict.tokens, out.logits[0, list(verdict.nodes)]) if logprobs else None
+        return Round(verdict.tokens, scores, tree.shape, verdict)
 
     def _max_depth(self, target: TargetState, remaining: int) -> int:
         """No draft is worth making that the answer's limit, the context's or the target's positions would forbid."""
@@ -203,13 +206,11 @@ def check_prompt(prompt: Sequence[int], max_new_tokens: int, max_length: int, ta
         raise InputError(f"prompt: token id {bad} is not in the target's vocabulary (0 to {size - 1})")
 
 
-def _round(tokens: tuple[int, ...], logits: Tensor, logprobs: bool) -> Round:
+def _logprobs(tokens: tuple[int, ...], logits: Tensor) -> tuple[float, ...]:
     """`logits` [k, V]: one row per token."""
-    if not logprobs:
-        return Round(tokens, None)
     rows = torch.log_softmax(logits.float(), -1)
     index = torch.tensor(tokens, device=rows.device)[:, None]
-    return Round(tokens, tuple(rows.gather(-1, index)[:, 0].tolist()))
+    return tuple(rows.gather(-1, index)[:, 0].tolist())
 
 
 def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -27,6 +27,7 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "constraints": (),
     "force_words_ids": (),
     "token_healing": (False,),
+    "max_time": (),
 }
 
 

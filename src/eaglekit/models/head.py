@@ -1,12 +1,13 @@
 """The EAGLE draft head: one small decoder layer that predicts the target's next feature (arXiv 2401.15077, section 3).
 
-Contract: pure functions of tensors and a `HeadCache`; the head has neither embeddings nor `lm_head`, those are the frozen
-target's. The input at position j is `[e_{j+1} ; f_j]`, the embedding of the token one step ahead, then the feature; the
-output is the predicted feature f̂_{j+1}, which the target's `lm_head` turns into the law of token j+2 and which is fed
-straight back as a feature: no final norm, no norm before the first layer's attention. The position of a node is the index
-of its feature. Parameter names are those of the reference's checkpoints.
+Contract: pure functions of tensors and a `HeadCache`; the head has neither embeddings nor `lm_head`, those are the
+frozen target's. The input at position j is `[e_{j+1} ; f_j]`, the embedding of the token one step ahead, then the
+feature; the output is the predicted feature f̂_{j+1}, which the target's `lm_head` turns into the law of token j+2
+and which is fed straight back as a feature: no final norm, no norm before the first layer's attention. The position
+of a node is the index of its feature. Parameter names are those of the reference's checkpoints.
 
-Glossary: B rows, N new nodes, E embedding width, H feature width, h heads, kv key/value heads, D head width, L keys seen.
+Glossary: B rows, N new nodes, E embedding width, H feature width, h heads, kv key/value heads, D head width, L keys
+seen.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch.nn import functional as F
 
 from eaglekit.errors import HeadError, InputError
 from eaglekit.models.target import TargetInfo
@@ -264,7 +265,7 @@ class _Norm(nn.Module):
         self.eps = config.rms_norm_eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
 
 
 class _Layer(nn.Module):
@@ -316,7 +317,7 @@ class EagleHead(nn.Module):
         return self.fc.weight.dtype
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EagleHead:
-        # The frequencies stay in float32 whatever the weights are cast to: positions lose their meaning in half precision.
+        # The frequencies stay in float32 whatever the weights are cast to: half precision cannot tell positions apart.
         kept = self._buffers.get("inv_freq")
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if kept is not None and self.inv_freq.dtype != torch.float32:
@@ -324,7 +325,7 @@ class EagleHead(nn.Module):
         return self
 
     def rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, 1, N, D/2] of `positions` [B, N], any size, computed in float32."""
+        """Give cos and sin [B, 1, N, D/2] of `positions` [B, N], any size, computed in float32."""
         angles = positions[:, None, :, None] * self.inv_freq
         cos, sin = angles.cos(), angles.sin()
         if self.rope_factor != 1.0:
@@ -346,8 +347,8 @@ class EagleHead(nn.Module):
             embeddings: [B, N, E], of the tokens one step ahead.
             features: [B, N, H], true ones or this head's own predictions.
             positions: int64 [B, N]: the index of each node's feature.
-            mask: bool [B, 1, N, L]: the keys that each node sees, itself included; L = max(lengths) + offset + N without
-                padding, key l of row b being cache entry l. None: everything in the cache up to the node itself.
+            mask: bool [B, 1, N, L]: the keys that each node sees, itself included; L = max(lengths) + offset + N,
+                key l of row b being cache entry l. None: everything in the cache up to the node itself.
             cache: Where the nodes' keys and values are written, at `lengths[b] + offset`; nothing is committed.
             offset: Uncommitted nodes written behind `lengths` before these.
 
@@ -376,7 +377,7 @@ class EagleHead(nn.Module):
         return out
 
     def _causal_mask(self, cache: HeadCache, nodes: int, offset: int) -> Tensor | None:
-        """bool [B, 1, N, L], or None where every node sees everything."""
+        """Mask [B, 1, N, L], or None where every node sees everything."""
         starts = [n + offset for n in cache.lengths]
         end = max(starts) + nodes
         if nodes == 1 and min(starts) == end - 1:

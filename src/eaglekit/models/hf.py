@@ -1,0 +1,532 @@
+"""Any stock Hugging Face decoder as a `Target`, through the public arguments of its `forward` alone.
+
+Contract: the model is the user's. It is put in eval mode and stays so; nothing else of it changes: no attribute, no
+patched method, no hook after a pass. What the family does is asked of its configuration in the terms that transformers
+itself uses (`layer_types`, `sliding_window`, `rope_parameters`, ...), and then proven: when a target is made, a few
+tokens are run as a tree and path by path, and a family where the two differ is refused.
+
+Glossary:
+
+    base       the model without its output matrix; its `last_hidden_state` holds the features
+    block      a decoder layer
+    boundary   see `models/cache.py`, which deals with LongRoPE
+
+Dynamic NTK RoPE is constant up to the configuration's `max_position_embeddings`, which is the context limit here;
+behind it stock models depend on what they ran before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging as stdlib_logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from eaglekit.core.tree import DraftTree, TreeShape
+from eaglekit.errors import InputError, TargetError, UnsupportedModelError
+from eaglekit.models.cache import HFState, Placement, TreeCache, additive_mask
+from eaglekit.models.defaults import GenerationDefaults
+from eaglekit.models.target import TargetInfo
+
+_UNLIMITED = 2**31 - 1
+# What stock code raises when it is called in a way that its family does not know.
+_FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
+
+
+class HFTarget:
+    """A stock Hugging Face decoder; see `Target`.
+
+    `embed` and `lm_head` run in the caller's gradient mode, so that a draft head can be trained through them; passes of
+    a state never record gradients. A model made by `load_hf` has its parameters frozen; freeze your own if you train.
+
+    Args:
+        model: A causal language model with its output matrix. It is put in eval mode.
+        name: What messages call it.
+        prefill_chunk: Most tokens of a row that a prefill reads in one pass.
+
+    Raises:
+        UnsupportedModelError: the family cannot read trees exactly; the message says why.
+    """
+
+    def __init__(self, model: Any, name: str = "", *, prefill_chunk: int = 512) -> None:
+        self.prefill_chunk = prefill_chunk
+        self._config: Any = model.config.get_text_config(decoder=True)
+        self._name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
+        refuse_unsupported(model.config, self._name, type(model))
+        self.model = model.eval()
+        self._base: Any = model.base_model
+        self._head: Any = model.get_output_embeddings()
+        if self._base is model or self._head is None:
+            raise _unsupported(self._name, "a model without an output matrix", "a causal language model")
+        attention = self._config._attn_implementation
+        if attention not in ("sdpa", "eager"):
+            raise _unsupported(
+                self._name,
+                f"attention {attention!r}, which takes no tree masks",
+                "sdpa or eager",
+                "load the model with attn_implementation='sdpa'",
+            )
+        arguments = {**inspect.signature(model.forward).parameters, **inspect.signature(self._base.forward).parameters}
+        self._cache_argument = "cache" if "cache" in arguments else "past_key_values"
+        self._takes_cache_position = "cache_position" in arguments
+        self._layer_types = tuple(sorted(set(getattr(self._config, "layer_types", None) or ())))
+        self._mask_by_type = bool(self._layer_types)
+        self._window: int | None = getattr(self._config, "sliding_window", None) or None
+        self._blocks = _find_blocks(self._base, self._config.num_hidden_layers)
+        self._embedding: Any = model.get_input_embeddings()
+        self._num_ids = int(self._embedding.weight.shape[0])
+        self._scaling: Callable[[Tensor], Tensor] = nn.Identity()
+        self.boundary = _boundary(self._config, self._name)
+        try:
+            self._info = self._observe()
+        except torch.OutOfMemoryError:
+            raise
+        except _FAILURES as e:
+            raise _unsupported(self._name, f"{type(e).__name__}: {_one_line(e)}", "to run a plain call") from e
+        self._prove()
+
+    @property
+    def info(self) -> TargetInfo:
+        """Facts about it."""
+        return self._info
+
+    def defaults(self, tokenizer: Any = None) -> GenerationDefaults:
+        """What the model's own `generation_config` asks for; its configuration or the tokenizer may name the EOS."""
+        own = getattr(self._config, "eos_token_id", None)
+        eos = getattr(tokenizer, "eos_token_id", None) if own is None else own
+        eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        return GenerationDefaults.of(self.model.generation_config, eos_ids)
+
+    def open(self, batch: int, max_length: int, layers: Sequence[int] = ()) -> HFState:
+        """Empty caches for `batch` rows of at most `max_length` tokens each, tree nodes included.
+
+        `max_length` may exceed `info.max_length`: the nodes of a wide tree near the context limit need the room.
+
+        Raises:
+            InputError: an argument is out of range.
+        """
+        if batch < 1 or max_length < 1:
+            raise InputError(f"open: got batch {batch} and max_length {max_length}; expected at least 1 of each")
+        last = self._info.num_layers if self._blocks is not None else -1
+        for layer in layers:
+            if not 0 <= layer <= last:
+                raise InputError(f"open: no layer {layer} in {self._name}; expected 0 (embeddings) to {last}")
+        return HFState(self, batch, max_length, layers)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings of `ids` [...]: [..., embedding_size], as `get_input_embeddings()` gives them."""
+        embedded: Tensor = self._embedding(ids.to(self._info.device))
+        return embedded
+
+    def lm_head(self, features: Tensor) -> Tensor:
+        """Logits [..., V] of `features` [..., H], with the model's own scaling and soft-capping."""
+        return self._scaling(self._head(features))
+
+    def check_ids(self, ids: Tensor) -> None:
+        """Raise InputError if one of `ids` (on the CPU) has no embedding: devices report that badly, or not at all."""
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._num_ids:
+            bad = next(i for i in ids.tolist() if not 0 <= i < self._num_ids)
+            raise InputError(f"token id {bad}: expected 0 to {self._num_ids - 1}, the vocabulary of {self._name}")
+
+    def forward(
+        self, inputs: Tensor, visible: Sequence[Tensor], cache: TreeCache, layers: Sequence[int]
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """One forward of the base, which writes to `cache`.
+
+        Args:
+            inputs: int64 [2, R, N]: tokens and their positions.
+            visible: For each row bool [n, n]; see `additive_mask`.
+            cache: Told by `begin` where this pass goes.
+            layers: Ids of the residual streams to return.
+
+        Returns:
+            Features [R, N, H], and [R, N, width] for each of `layers`.
+        """
+        tokens, positions = inputs.to(self._info.device)
+        arguments: dict[str, Any] = {self._cache_argument: cache}
+        if self._takes_cache_position:
+            arguments["cache_position"] = positions[0]
+        with torch.no_grad(), self._capture(layers) as streams:
+            out = self._base(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=self._mask(cache.place, positions, visible),
+                use_cache=True,
+                return_dict=True,
+                **arguments,
+            )
+        return out.last_hidden_state, streams
+
+    def _mask(self, place: Placement, positions: Tensor, visible: Sequence[Tensor]) -> Tensor | dict[str, Tensor]:
+        """What the family takes as `attention_mask`: one mask, or one for each type of layer."""
+        kinds = self._layer_types or ("full_attention" if self._window is None else "sliding_attention",)
+        masks: dict[int | None, Tensor] = {}  # by window
+
+        def mask(kind: str) -> Tensor:
+            # No token is further than place.length - 1 behind another: a longer window restricts nothing.
+            window = self._window if kind == "sliding_attention" and place.length > (self._window or 0) else None
+            if window not in masks:
+                masks[window] = additive_mask(place, positions, visible, self._info.dtype, window)
+            return masks[window]
+
+        return {kind: mask(kind) for kind in kinds} if self._mask_by_type else mask(kinds[0])
+
+    @contextmanager
+    def _capture(self, layers: Sequence[int]) -> Iterator[dict[int, Tensor]]:
+        """Residual streams of `layers` during one forward of this thread, by hooks that are gone afterwards."""
+        streams: dict[int, Tensor] = {}
+        handles, thread = [], threading.get_ident()
+
+        def keep(layer: int, stream: Tensor) -> None:
+            if threading.get_ident() == thread:
+                streams[layer] = stream.clone()
+
+        def entering(layer: int) -> Callable[..., None]:
+            return lambda _, args, kwargs: keep(layer, args[0] if args else kwargs["hidden_states"])
+
+        def leaving(layer: int) -> Callable[..., None]:
+            return lambda _, args, out: keep(layer, out if isinstance(out, Tensor) else out[0])
+
+        try:
+            blocks: Sequence[nn.Module] = list(self._blocks or ())
+            for layer in layers:
+                if layer < len(blocks):
+                    handles.append(blocks[layer].register_forward_pre_hook(entering(layer), with_kwargs=True))
+                else:
+                    handles.append(blocks[-1].register_forward_hook(leaving(layer)))
+            yield streams
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _stock(self, ids: Sequence[int]) -> Tensor:
+        """Logits [n, V] of a plain call of the model."""
+        tokens = torch.tensor([list(ids)], device=self._embedding.weight.device)
+        with torch.no_grad():
+            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits[0]
+        return logits
+
+    def _observe(self) -> TargetInfo:
+        """Run a few tokens: widths, dtype, and which of the known ways leads from features to the model's logits."""
+        ids = [(7 * i + 11) % self._num_ids for i in range(8)]
+        wanted = self._stock(ids)
+        with torch.no_grad():
+            tokens = torch.tensor([ids], device=self._embedding.weight.device)
+            features = self._base(input_ids=tokens, use_cache=False, return_dict=True).last_hidden_state[0]
+            raw = self._head(features)
+        # The same numbers in the same order, so closer than a tree can be expected to come.
+        fits = (s for s in _scalings(self._config) if _differ(s(raw), wanted) < _tolerance(features) / 5)
+        scaling = next(fits, None)
+        if scaling is None:
+            raise _unsupported(
+                self._name,
+                "logits that are not the output matrix times the features, scaled and soft-capped in a known way",
+                "an exact way from features to logits",
+            )
+        self._scaling = scaling
+        return TargetInfo(
+            name=self._name,
+            model_type=str(self.model.config.model_type),
+            hidden_size=features.shape[-1],
+            embedding_size=self._embedding(tokens).shape[-1],
+            vocab_size=wanted.shape[-1],
+            num_layers=int(self._config.num_hidden_layers),
+            max_length=_context_limit(self._config),
+            dtype=features.dtype,
+            device=features.device,
+        )
+
+    def _prove(self) -> None:
+        """Read a branching tree, commit a branch and go on; every node must equal a plain call on its path."""
+        uniform = len(self._layer_types) == 1
+        problem = ""
+        for by_type in (True, False) if uniform else (bool(self._layer_types),):
+            self._mask_by_type = by_type
+            try:
+                problem = self._compare()
+            except torch.OutOfMemoryError:
+                raise
+            except _FAILURES as e:
+                problem = f"{type(e).__name__}: {_one_line(e)}"
+            if not problem:
+                return
+        raise _unsupported(self._name, f"no exact tree attention ({problem})", "a node's logits to equal its path's")
+
+    def _compare(self) -> str:
+        """What is wrong with the logits of a small tree, or nothing."""
+        ids = [(7 * i + 11) % self._num_ids for i in range(8)]
+        tree = DraftTree(torch.tensor([(5 * i + 3) % self._num_ids for i in range(6)]), TreeShape((-1, 0, 0, 1, 2, 4)))
+        state = self.open(1, len(ids) + 8)
+        state.prefill([torch.tensor(ids)])
+        got = state.forward_tree([tree]).logits[0]
+        for path in tree.shape.paths:
+            wanted = self._stock(ids + tree.tokens[list(path)].tolist())[len(ids) :]
+            error = _differ(got[list(path)], wanted)
+            if not error < _tolerance(got):
+                return f"the path {list(path)} of a tree differs by {error:.2g} of its norm"
+        path = tree.shape.paths[-1]
+        state.commit([path])
+        got = state.forward_tree([DraftTree.root_only(ids[0])]).logits[0]
+        error = _differ(got, self._stock([*ids, *tree.tokens[list(path)].tolist(), ids[0]])[-1:])
+        return "" if error < _tolerance(got) else f"what follows a committed branch differs by {error:.2g} of its norm"
+
+
+def _one_line(error: object) -> str:
+    text = " ".join(str(error).split())
+    return text if len(text) <= 200 else text[:197] + "..."
+
+
+def _unsupported(name: str, got: str, expected: str, advice: str = "use another model") -> UnsupportedModelError:
+    return UnsupportedModelError(f"{name}: cannot be a target: got {got}; expected {expected}; {advice}")
+
+
+def _differ(got: Tensor, wanted: Tensor) -> float:
+    """Norm of the difference, relative to the norm of `wanted`; infinite where something is not finite."""
+    center = wanted.float().mean(-1, keepdim=True)  # a constant added to all logits means nothing
+    ratio = float((got.float() - wanted.float()).norm() / (wanted.float() - center).norm())
+    return ratio if ratio == ratio else float("inf")
+
+
+def _tolerance(x: Tensor) -> float:
+    """What rounding may do to logits, as `_differ` measures it."""
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return 0.1
+    return 1e-4 if x.device.type == "cpu" or torch.get_float32_matmul_precision() == "highest" else 5e-3
+
+
+def _find_blocks(base: nn.Module, count: int) -> nn.ModuleList | None:
+    """The list of decoder layers: the outermost one of the right length."""
+    lists = (m for m in base.modules() if isinstance(m, nn.ModuleList) and len(m) == count)
+    return next(lists, None)
+
+
+def _scalings(config: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Ways from the output matrix's product to logits that the configuration hints at; the plain one last."""
+    factors = [getattr(config, key, None) for key in ("logits_scaling", "logit_scale", "output_multiplier")]
+    for cap in dict.fromkeys((getattr(config, "final_logit_softcapping", None), None)):
+        for factor in (*(f for f in factors if f is not None), None):
+            for divide in (True, False):
+                yield partial(_scale, factor=factor, divide=divide, cap=cap)
+
+
+def _scale(x: Tensor, factor: float | None, divide: bool, cap: float | None) -> Tensor:
+    if factor is not None:
+        x = x / factor if divide else x * factor
+    return x if cap is None else torch.tanh(x / cap) * cap
+
+
+def _rope_settings(config: Any) -> list[dict[str, Any]]:
+    """RoPE parameters: one dictionary, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [v for v in rope.values() if isinstance(v, dict)] or [dict(rope)]
+
+
+def _context_limit(config: Any) -> int:
+    """Most tokens of a text; YaRN configurations may state the length before scaling."""
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+    values = (getattr(config, name, None) for name in names)
+    limit = next((v for v in values if isinstance(v, int) and v > 0), _UNLIMITED)
+    for rope in _rope_settings(config):
+        original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+        if rope.get("rope_type") == "yarn" and original and factor:
+            limit = max(limit, int(original * factor))
+    return limit
+
+
+def _boundary(config: Any, name: str) -> int | None:
+    """Positions after which LongRoPE changes its frequencies, if the context reaches further."""
+    found = {
+        int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
+        for rope in _rope_settings(config)
+        if rope.get("rope_type", rope.get("type")) in ("longrope", "su")
+    }
+    if len(found) > 1:
+        raise _unsupported(name, f"LongRoPE with several original lengths {sorted(found)}", "one length for all layers")
+    return next((b for b in found if b < _context_limit(config)), None)
+
+
+# Keys that only configurations of recurrent or convolutional layers have.
+_STATE_KEYS = (
+    "mamba_d_state", "ssm_state_size", "ssm_cfg", "state_size", "lru_width", "linear_conv_kernel_dim", "conv_L_cache",
+    "conv_kernel", "conv_kernel_size", "xlstm_block_type", "n_recurrent_layers",
+)  # fmt: skip
+
+
+def refuse_unsupported(config: Any, name: str, model_class: Any = None) -> None:
+    """Refuse, from the configuration alone, a family whose passes cannot read a tree.
+
+    Args:
+        config: The model's configuration.
+        name: What the message calls it.
+        model_class: The class that the model has, or would have.
+
+    Raises:
+        UnsupportedModelError: with the reason, on one line.
+    """
+    family = str(config.model_type)
+    if config.is_encoder_decoder:
+        raise _unsupported(name, f"{family}, an encoder-decoder", "a decoder-only language model")
+    text = config.get_text_config(decoder=True)
+    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", False):
+        raise _unsupported(name, f"{family} with attention in both directions", "causal attention")
+    types = set(getattr(text, "layer_types", None) or ())
+    if "chunked_attention" in types or getattr(text, "attention_chunk_size", None):
+        raise _unsupported(name, f"{family} with chunked attention", "full or sliding-window attention")
+    keys = [k for k in _STATE_KEYS if getattr(text, k, None) is not None]
+    other = sorted(types - {"full_attention", "sliding_attention"})
+    if keys or getattr(model_class, "_is_stateful", False):
+        why = f" (configuration key {keys[0]})" if keys else ""
+        raise _unsupported(
+            name, f"{family}, a recurrent or hybrid family{why}", "attention layers only, as a state cannot branch"
+        )
+    if other:
+        raise _unsupported(name, f"{family} with layers of type {', '.join(other)}", "full or sliding attention")
+    if family in ("bloom", "mpt") or getattr(text, "alibi", False):
+        raise _unsupported(
+            name, f"{family} with ALiBi, which counts cache slots instead of positions", "rotary or learned positions"
+        )
+    if "local" in (getattr(text, "attention_layers", None) or ()):
+        raise _unsupported(name, f"{family} with local attention over cache slots", "full or sliding-window attention")
+
+
+def load_hf(path_or_id: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto") -> tuple[HFTarget, Any]:
+    """A model and its tokenizer, from a directory or the Hugging Face hub.
+
+    The configuration is read, and judged, before any weights are.
+
+    Args:
+        path_or_id: A directory in the Hugging Face format, or the name of a hub repository.
+        device: "auto" (cuda, else mps, else cpu) or a device such as "cuda:1".
+        dtype: "auto" (float32 on the CPU, the checkpoint's own elsewhere), or a dtype or its name.
+
+    Returns:
+        The target, its parameters frozen, and the tokenizer; None where the directory has none.
+
+    Raises:
+        TargetError: there is no such model, or its files cannot be read or lack weights.
+        UnsupportedModelError: it cannot be a target.
+        InputError: `device` or `dtype` is not one.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    where = _pick_device(device)
+    kind = _pick_dtype(dtype, where)
+    source = _locate(path_or_id)
+    with _quiet(), _as_target_error(source):
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    try:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    except ImportError:
+        model_class = None
+    refuse_unsupported(config, source, model_class)
+    if model_class is None:
+        raise _unsupported(source, f"{config.model_type}, not a causal language model", "one that generates text")
+    with _quiet(), _as_target_error(source):
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=kind, output_loading_info=True, trust_remote_code=False
+        )
+    model, report = loaded
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        raise TargetError(
+            f"{source}: {len(names)} weights are missing, {names[0]} first; expected a complete checkpoint; "
+            "copy it again"
+        )
+    with _quiet():
+        tokenizer = _load_tokenizer(source)
+    model = model.requires_grad_(False).to(where)
+    return HFTarget(model, source), tokenizer
+
+
+def _locate(path_or_id: str | Path) -> str:
+    """The directory with a configuration, or the hub name, that is meant."""
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise TargetError(f"{path}: a directory without config.json; expected a model in the Hugging Face format")
+        return str(path)
+    if path.exists():
+        raise TargetError(f"{path}: a file; expected the directory that holds it, or a hub name such as org/model")
+    name = str(path_or_id)
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name:
+        raise TargetError(f"{name!r}: no such directory; expected a model's, or a hub name such as org/model")
+    return name
+
+
+def _load_tokenizer(source: str) -> Any:
+    import transformers
+
+    patterns = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+    if Path(source).is_dir() and not any(any(Path(source).glob(p)) for p in patterns):
+        return None
+    with _as_target_error(source):
+        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+@contextmanager
+def _as_target_error(source: str) -> Iterator[None]:
+    """Turn what transformers raises about unreadable files into one line."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, LookupError, SafetensorError) as e:
+        if Path(source).is_dir():
+            raise TargetError(f"{source}: cannot be read ({_one_line(e)}); check or copy its files again") from e
+        raise TargetError(
+            f"{source}: no such directory, and not available from the Hugging Face hub or its cache ({_one_line(e)}); "
+            f"check the name, or download it where there is a network: hf download {source}"
+        ) from e
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from showing bars and loading reports; afterwards it is as before."""
+    from transformers import utils
+
+    logging: Any = utils.logging
+    hub = stdlib_logging.getLogger("huggingface_hub")
+    hub_level = hub.level
+    hub.setLevel(stdlib_logging.ERROR)  # it would report every try to connect
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hub.setLevel(hub_level)
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _pick_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as e:
+        raise InputError(f"device {device!r}: not usable ({_one_line(e)}); expected auto, cpu, cuda or mps") from None
+    return torch.device(device)
+
+
+def _pick_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:
+    """What transformers is asked for: a dtype, or "auto" for the checkpoint's."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in known:
+        raise InputError(f"dtype {dtype!r}: expected auto, {', '.join(known)}")
+    return known[dtype]

@@ -1,0 +1,217 @@
+"""Head files: strict reading, exact round trips, errors of one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from eaglekit.errors import HeadError
+from eaglekit.models.checkpoint import check_fit, load_head, read_config, save_head, save_reference
+from eaglekit.models.head import EagleHead, HeadConfig
+from eaglekit.models.target import TargetInfo
+
+CONFIG = HeadConfig(
+    hidden_size=16, embedding_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, intermediate_size=24,
+    vocab_size=30, rope_theta=1e5,
+)  # fmt: skip
+
+
+def build(seed: int = 0, **changes: Any) -> EagleHead:
+    return EagleHead(HeadConfig(**{**CONFIG.__dict__, **changes}), torch.Generator().manual_seed(seed))
+
+
+def saved(path: Path, **changes: Any) -> Path:
+    save_head(build(**changes), path, metadata={"target": "tiny"})
+    return path
+
+
+def edit(path: Path, **tensors: torch.Tensor | None) -> None:
+    """Change, add or (None) remove tensors of a saved head; `__` in a name stands for a dot."""
+    state = load_file(path / "model.safetensors")
+    for name, tensor in tensors.items():
+        key = name.replace("__", ".")
+        if tensor is None:
+            del state[key]
+        else:
+            state[key] = tensor
+    save_file(state, path / "model.safetensors")
+
+
+def same(a: EagleHead, b: EagleHead) -> bool:
+    x, y = a.state_dict(), b.state_dict()
+    return x.keys() == y.keys() and all(x[n].dtype == y[n].dtype and torch.equal(x[n], y[n]) for n in x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("changes", [{}, {"fc_bias": True}, {"num_hidden_layers": 2}, {"embedding_size": 8}])
+def test_round_trip(tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any]) -> None:
+    head = build(**changes)
+    save_head(head, tmp_path, metadata={"target": "tiny", "note": 1}, dtype=dtype)
+    back = load_head(tmp_path)
+    assert back.config == head.config
+    assert same(back, head.to(dtype))
+    assert not back.training
+    assert not any(p.requires_grad for p in back.parameters())
+    own = read_config(tmp_path)["eaglekit"]
+    assert own == {
+        "format": 1, "method": "eagle", "embedding_size": head.config.embedding_size, "target": "tiny", "note": 1,
+    }  # fmt: skip
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_ours_reference_ours_is_bit_exact(tmp_path: Path, bias: bool) -> None:
+    save_head(build(fc_bias=bias), tmp_path / "a", metadata={})
+    first = load_head(tmp_path / "a")
+    embeddings = torch.randn(30, 16)
+    save_reference(first, tmp_path / "b", embeddings)
+    state = torch.load(tmp_path / "b" / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(state["embed_tokens.weight"], embeddings.half())
+    assert json.loads((tmp_path / "b" / "config.json").read_text())["bias"] is bias
+    second = load_head(tmp_path / "b")
+    assert second.config == first.config
+    save_head(second, tmp_path / "c", metadata={})
+    assert same(load_head(tmp_path / "c"), first)
+    files = [(tmp_path / d / "model.safetensors").read_bytes() for d in "ac"]
+    assert files[0] == files[1]
+
+
+def test_reference_with_prefixes_and_without_a_bias_key(tmp_path: Path) -> None:
+    head = build(fc_bias=True)
+    state = {f"module.model.{n}": t for n, t in head.state_dict().items()}
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(4)
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    plain = {
+        "hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1,
+        "vocab_size": 30, "rms_norm_eps": 1e-5, "rope_theta": 1e5, "max_position_embeddings": 2048,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(plain))
+    back = load_head(tmp_path)
+    assert back.config == head.config
+    assert same(back, head)
+
+
+def test_everything_wrong_is_listed_at_once(tmp_path: Path) -> None:
+    saved(tmp_path)
+    edit(
+        tmp_path,
+        layers__0__self_attn__q_proj__weight=None,
+        layers__0__mlp__up_proj__weight=torch.zeros(5, 5),
+        lm_head__weight=torch.zeros(30, 16),
+        embed_tokens__weight=torch.zeros(31, 16),
+    )
+    with pytest.raises(HeadError) as e:
+        load_head(tmp_path)
+    text = str(e.value)
+    for part in (
+        "missing layers.0.self_attn.q_proj.weight [16, 16]",
+        "layers.0.mlp.up_proj.weight is [5, 5], expected [24, 16]",
+        "unexpected lm_head.weight [30, 16]",
+        "embed_tokens.weight is [31, 16], expected [30, 16]",
+    ):
+        assert part in text
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"d2t": torch.zeros(8)},
+        {"midlayer__self_attn__q_proj__weight": torch.zeros(16, 32)},
+        {"fc__weight": torch.zeros(16, 48)},
+    ],
+)
+def test_an_eagle3_head_is_named_as_such(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    saved(tmp_path)
+    edit(tmp_path, **tensors)
+    with pytest.raises(HeadError, match="EAGLE-3"):
+        load_head(tmp_path)
+
+
+def test_a_wide_embedding_is_not_mistaken_for_eagle3(tmp_path: Path) -> None:
+    assert load_head(saved(tmp_path, embedding_size=40)).config.embedding_size == 40
+
+
+def test_weights_that_are_not_numbers(tmp_path: Path) -> None:
+    saved(tmp_path)
+    edit(tmp_path, fc__weight=torch.full((16, 32), float("nan"), dtype=torch.float16))
+    with pytest.raises(HeadError, match=r"not finite numbers in fc\.weight"):
+        load_head(tmp_path)
+    head = build()
+    with torch.no_grad():
+        head.fc.weight[0, 0] = 1e6  # infinite in half precision
+    with pytest.raises(HeadError, match="not finite"):
+        save_head(head, tmp_path, metadata={})
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(HeadError, match="no such folder"):
+        load_head(tmp_path / "nowhere")
+    with pytest.raises(HeadError, match=r"config\.json: cannot be read"):
+        load_head(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(HeadError, match="not JSON"):
+        load_head(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(HeadError, match="expected a JSON object"):
+        load_head(tmp_path)
+    (tmp_path / "config.json").write_text('{"hidden_size": 16}')
+    with pytest.raises(HeadError, match="neither model"):
+        load_head(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(HeadError, match="not readable"):
+        load_head(tmp_path)
+    saved(tmp_path)
+    data = (tmp_path / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(data[:-100])
+    with pytest.raises(HeadError, match="not readable") as e:
+        load_head(tmp_path)
+    assert "\n" not in str(e.value)
+
+
+def test_a_pickle_that_runs_code_is_refused(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return print, ("ran",)
+
+    saved(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save({"fc.weight": Evil()}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(HeadError, match="not readable"):
+        load_head(tmp_path)
+
+
+def test_missing_keys_and_other_versions(tmp_path: Path) -> None:
+    saved(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in raw.items() if k not in ("vocab_size",)}))
+    with pytest.raises(HeadError, match="no vocab_size"):
+        load_head(tmp_path)
+    raw["eaglekit"]["format"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(HeadError, match="format 2"):
+        load_head(tmp_path)
+
+
+def test_fit() -> None:
+    info = TargetInfo("tiny", "llama", 16, 16, 30, 2, 64, torch.float32, torch.device("cpu"))
+    check_fit(CONFIG, info)
+    other = TargetInfo("big", "llama", 32, 32, 31, 2, 64, torch.float32, torch.device("cpu"))
+    with pytest.raises(HeadError, match="features 16 against 32; embeddings 16 against 32; vocabulary 30 against 31"):
+        check_fit(CONFIG, other)
+
+
+def test_saving_replaces_a_head_and_an_unwritable_place_is_an_error(tmp_path: Path) -> None:
+    saved(tmp_path, seed=1)
+    save_head(build(seed=2), tmp_path, metadata={})
+    assert same(load_head(tmp_path), build(seed=2).half())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(HeadError, match="cannot be written"):
+        save_head(build(), tmp_path / "file", metadata={})
+    with pytest.raises(HeadError, match=r"\[3, 16\]; this head was made for \[30, 16\]"):
+        save_reference(build(), tmp_path, torch.zeros(3, 16))

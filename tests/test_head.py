@@ -1,0 +1,246 @@
+"""The draft head: its mathematics against a direct transcription, its cache, its configuration."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eaglekit.errors import HeadError, InputError
+from eaglekit.models.head import EagleHead, HeadCache, HeadConfig, rope_frequencies
+from eaglekit.models.target import TargetInfo
+
+CONFIG = HeadConfig(
+    hidden_size=24, embedding_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=40,
+    vocab_size=50, fc_bias=True,
+)  # fmt: skip
+
+
+def build(**changes: object) -> EagleHead:
+    config = HeadConfig(**{**CONFIG.__dict__, **changes})
+    head = EagleHead(config, torch.Generator().manual_seed(1)).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(2)
+    for parameter in head.parameters():
+        parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return head
+
+
+def inputs(batch: int, nodes: int, seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    embeddings = torch.randn(batch, nodes, CONFIG.embedding_size, generator=generator)
+    features = torch.randn(batch, nodes, CONFIG.hidden_size, generator=generator)
+    return embeddings, features, torch.arange(nodes)[None].repeat(batch, 1)
+
+
+def transcription(head: EagleHead, embeddings: Tensor, features: Tensor) -> Tensor:
+    """One row by the definition, with loops: [n, E], [n, H] -> [n, H]."""
+    c, w = head.config, head.state_dict()
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return weight * x / (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps).sqrt()
+
+    def rotate(x: Tensor, position: int) -> Tensor:
+        half = c.head_dim // 2
+        out = x.clone()
+        for i in range(half):
+            angle = torch.tensor(position * c.rope_theta ** (-2 * i / c.head_dim))
+            a, b = x[i], x[i + half]
+            out[i] = a * angle.cos() - b * angle.sin()
+            out[i + half] = b * angle.cos() + a * angle.sin()
+        return out
+
+    x = torch.cat((embeddings, features), -1) @ w["fc.weight"].T
+    if c.fc_bias:
+        x = x + w["fc.bias"]
+    for layer in range(c.num_hidden_layers):
+        name = f"layers.{layer}."
+        y = norm(x, w[name + "input_layernorm.weight"]) if layer else x
+        q, k, v = (y @ w[f"{name}self_attn.{p}_proj.weight"].T for p in "qkv")
+        rows = []
+        for i in range(len(x)):
+            heads = []
+            for h in range(c.num_attention_heads):
+                g = h * c.num_key_value_heads // c.num_attention_heads
+                part, shared = slice(h * c.head_dim, (h + 1) * c.head_dim), slice(g * c.head_dim, (g + 1) * c.head_dim)
+                query = rotate(q[i, part], i)
+                scores = torch.stack([query @ rotate(k[j, shared], j) for j in range(i + 1)]) / c.head_dim**0.5
+                heads.append(scores.softmax(0) @ v[: i + 1, shared])
+            rows.append(torch.cat(heads))
+        x = x + torch.stack(rows) @ w[name + "self_attn.o_proj.weight"].T
+        y = norm(x, w[name + "post_attention_layernorm.weight"])
+        y = F.silu(y @ w[name + "mlp.gate_proj.weight"].T) * (y @ w[name + "mlp.up_proj.weight"].T)
+        x = x + y @ w[name + "mlp.down_proj.weight"].T
+    return x
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("bias", [True, False])
+def test_equals_the_definition(layers: int, bias: bool) -> None:
+    head = build(num_hidden_layers=layers, fc_bias=bias)
+    e, f, positions = inputs(1, 6)
+    torch.testing.assert_close(head(e, f, positions)[0], transcription(head, e[0], f[0]), rtol=1e-4, atol=1e-4)
+
+
+def test_parameter_names_and_shapes() -> None:
+    shapes = {name: tuple(p.shape) for name, p in EagleHead(CONFIG).named_parameters()}
+    assert shapes == {
+        "fc.weight": (24, 40),
+        "fc.bias": (24,),
+        "layers.0.self_attn.q_proj.weight": (32, 24),
+        "layers.0.self_attn.k_proj.weight": (16, 24),
+        "layers.0.self_attn.v_proj.weight": (16, 24),
+        "layers.0.self_attn.o_proj.weight": (24, 32),
+        "layers.0.mlp.gate_proj.weight": (40, 24),
+        "layers.0.mlp.up_proj.weight": (40, 24),
+        "layers.0.mlp.down_proj.weight": (24, 40),
+        "layers.0.post_attention_layernorm.weight": (24,),
+    }
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_steps_with_a_cache_equal_one_pass(layers: int) -> None:
+    head = build(num_hidden_layers=layers)
+    e, f, positions = inputs(2, 9)
+    whole = head(e, f, positions)
+    cache = HeadCache(head.config, 2, 16)
+    first = head(e[:, :4], f[:, :4], positions[:, :4], cache=cache)
+    cache.advance([4, 3])  # row 1 keeps one entry less, and goes on from there
+    rows = torch.tensor([[4, 5], [3, 4]])
+    b = torch.arange(2)[:, None]
+    second = head(e[b, rows], f[b, rows], rows, cache=cache)
+    torch.testing.assert_close(first, whole[:, :4])
+    torch.testing.assert_close(second, whole[b, rows])
+    cache.advance([1, 2])
+    cache.truncate([5, 4])
+    rows = torch.tensor([[5], [4]])
+    torch.testing.assert_close(head(e[b, rows], f[b, rows], rows, cache=cache), whole[b, rows])
+
+
+def test_tree_levels_equal_paths() -> None:
+    head = build()
+    e, f, positions = inputs(1, 5)
+    cache = HeadCache(head.config, 1, 16)
+    head(e, f, positions, cache=cache)
+    cache.advance([5])
+    # Two nodes at position 5, then a child of each at position 6: keys are the prefix, the parent, itself.
+    e2, f2, _ = inputs(1, 4, seed=4)
+    level1 = torch.zeros(1, 1, 2, 7, dtype=torch.bool)
+    level1[..., :5] = True
+    level1[0, 0, 0, 5] = level1[0, 0, 1, 6] = True
+    level2 = torch.zeros(1, 1, 2, 9, dtype=torch.bool)
+    level2[..., :5] = True
+    level2[0, 0, 0, [5, 7]] = level2[0, 0, 1, [6, 8]] = True
+    a = head(e2[:, :2], f2[:, :2], torch.tensor([[5, 5]]), mask=level1, cache=cache)
+    b = head(e2[:, 2:], f2[:, 2:], torch.tensor([[6, 6]]), mask=level2, cache=cache, offset=2)
+    for node in range(2):
+        path_e = torch.cat((e, e2[:, node : node + 1], e2[:, node + 2 : node + 3]), 1)
+        path_f = torch.cat((f, f2[:, node : node + 1], f2[:, node + 2 : node + 3]), 1)
+        whole = head(path_e, path_f, torch.arange(7)[None])
+        torch.testing.assert_close(a[0, node], whole[0, 5])
+        torch.testing.assert_close(b[0, node], whole[0, 6])
+    assert cache.lengths == [5]
+
+
+def test_a_chain_with_offset_needs_no_mask() -> None:
+    head = build()
+    e, f, positions = inputs(1, 6)
+    whole = head(e, f, positions)
+    cache = HeadCache(head.config, 1, 16)
+    head(e[:, :4], f[:, :4], positions[:, :4], cache=cache)
+    cache.advance([4])
+    for offset in range(2):
+        part = slice(4 + offset, 5 + offset)
+        y = head(e[:, part], f[:, part], positions[:, part], cache=cache, offset=offset)
+        torch.testing.assert_close(y, whole[:, part])
+
+
+def test_positions_past_any_table_and_a_full_cache() -> None:
+    head = build(max_position_embeddings=8)
+    e, f, _ = inputs(1, 3)
+    far = head(e, f, torch.tensor([[10**6, 10**6 + 1, 10**6 + 2]]))
+    assert torch.isfinite(far).all()
+    # Attention depends on distances alone; float32 angles near a million are good to about 0.06.
+    torch.testing.assert_close(head(e, f, torch.tensor([[500, 501, 502]])), head(e, f, torch.arange(3)[None]))
+    cache = HeadCache(head.config, 1, 2)
+    with pytest.raises(InputError, match="3 entries needed, room for 2"):
+        head(e, f, torch.arange(3)[None], cache=cache)
+    with pytest.raises(InputError, match="length 3"):
+        cache.truncate([3])
+
+
+def test_initialisation_is_seeded_and_starts_at_the_feature() -> None:
+    before = torch.get_rng_state()
+    a, b = EagleHead(CONFIG), EagleHead(CONFIG)
+    assert torch.equal(before, torch.get_rng_state())
+    assert all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+    assert torch.equal(a.fc.weight[:, CONFIG.embedding_size :], torch.eye(CONFIG.hidden_size))
+    assert 0.01 < float(a.layers[0].mlp.up_proj.weight.detach().std()) < 0.03
+    assert not any(torch.equal(a.state_dict()[n], t) for n, t in EagleHead(
+        CONFIG, torch.Generator().manual_seed(5)).state_dict().items() if "proj" in n)  # fmt: skip
+
+
+def test_half_precision_keeps_exact_positions() -> None:
+    head = build().to(torch.bfloat16)
+    assert head.dtype == torch.bfloat16
+    assert head.inv_freq.dtype == torch.float32
+    e, f, positions = inputs(1, 4)
+    y = head(e.bfloat16(), f.bfloat16(), positions)
+    torch.testing.assert_close(y.float(), build()(e, f, positions), rtol=0.1, atol=0.3)
+
+
+def test_rope_scaling_is_that_of_transformers() -> None:
+    scaling = {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }  # fmt: skip
+    config = HeadConfig(**{**CONFIG.__dict__, "rope_scaling": scaling})
+    plain, _ = rope_frequencies(CONFIG)
+    scaled, factor = rope_frequencies(config)
+    assert factor == 1.0
+    assert not torch.equal(plain, scaled)
+    linear, _ = rope_frequencies(HeadConfig(**{**CONFIG.__dict__, "rope_scaling": {"type": "linear", "factor": 4.0}}))
+    torch.testing.assert_close(linear, plain / 4)
+    with pytest.raises(HeadError, match="'magic' is unknown"):
+        rope_frequencies(HeadConfig(**{**CONFIG.__dict__, "rope_scaling": {"rope_type": "magic"}}))
+
+
+def test_for_target() -> None:
+    from transformers import LlamaConfig
+
+    llama = LlamaConfig(
+        hidden_size=48, intermediate_size=96, num_attention_heads=6, num_key_value_heads=2, vocab_size=70,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e4}, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    config = HeadConfig.for_target(llama, num_hidden_layers=2)
+    assert (config.hidden_size, config.head_dim, config.num_key_value_heads) == (48, 8, 2)
+    assert (config.rope_theta, config.rope_scaling, config.num_hidden_layers) == (5e4, None, 2)
+    info = TargetInfo("t", "llama", 256, 128, 70, 4, 512, torch.float32, torch.device("cpu"))
+    config = HeadConfig.for_target(info)
+    assert (config.hidden_size, config.embedding_size, config.num_attention_heads) == (256, 128, 4)
+    EagleHead(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size is 0"),
+        ({"num_key_value_heads": 3}, "not a multiple"),
+        ({"head_dim": 7}, "even"),
+        ({"hidden_act": "tanhish"}, "tanhish"),
+    ],
+)
+def test_impossible_configurations(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(HeadError, match=message):
+        HeadConfig(**{**CONFIG.__dict__, **changes})
+
+
+def test_plain_rope_does_not_import_transformers() -> None:
+    code = (
+        "import sys, eaglekit.models.head as h; h.EagleHead(h.HeadConfig(8, 8, 1, 1, 8, 8, 8)); "
+        "sys.exit('transformers' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
