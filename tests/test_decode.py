@@ -719,3 +719,420 @@ def test_drafters_keep_to_the_protocol(
     root = state.propose([Context([1, 2, 3, 4], GREEDY, GeneratorSource.seeded(0), 0)])[0]
     assert root.shape.num_draft_tokens == 0 and root.tokens.tolist() == [4]
     state.truncate([1])
+
+
+def test_an_outgrown_session_is_opened_anew_and_answers_as_a_fresh_one(
+    target: HFTarget, head: EagleHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eaglekit.engine.decode._FIRST_ROOM", 12)
+    opened: list[int] = []
+    drafter = EagleDrafter(head, target, TreeShape.chain(2))
+    right = drafter.open
+    monkeypatch.setattr(drafter, "open", lambda batch, room: (opened.append(room), right(batch, room))[1])
+    session = Session(target, drafter, CONTEXT)
+    prompt = list(PROMPT)
+    read = 0
+    for turn in range(4):
+        stats = Stats()
+        got = ids_of(answer(session, prompt, 9, law=law, seed=turn, stats=stats))
+        assert got == ids_of(answer(Session(target, drafter, CONTEXT), prompt, 9, law=law, seed=turn))
+        assert stats.cached_prompt_tokens == read and stats.prompt_tokens == len(prompt)
+        read = len(prompt) + len(got) - 1  # the last token was emitted and not read
+        prompt = [*prompt, *got, 30 + turn, 31]
+
+
+@pytest.mark.parametrize(
+    ("second", "cached"),
+    [
+        (PROMPT, len(PROMPT) - 1),  # the same again: the last token must be read for its logits
+        (PROMPT[:3], 2),
+        ([*PROMPT[:4], 60, 61], 3),  # what the draft head read of the last common token was paired with another one
+        ([60, 61], 0),
+        ([PROMPT[0]], 0),
+    ],
+)
+def test_a_session_keeps_only_the_common_beginning(
+    target: HFTarget, head: EagleHead, next_logits: reference.NextLogits, second: list[int], cached: int
+) -> None:
+    session = Session(target, EagleDrafter(head, target, BUSHY), CONTEXT)
+    answer(session, PROMPT, 12)
+    stats = Stats()
+    assert ids_of(answer(session, second, 12, stats=stats)) == oracle(next_logits, second, 12)
+    assert stats.cached_prompt_tokens == cached
+    assert_pure(session)
+
+
+def assert_pure(session: Session) -> None:
+    """Both caches equal those of a fresh prefill of the session's tokens."""
+    fresh = Session(session.target, session.drafter, session.max_length)
+    fresh.restore(session.ids)
+    torch.testing.assert_close(probe(session), probe(fresh), atol=1e-3, rtol=0)
+    assert head_difference(session, fresh) < 1e-3
+
+
+@EACH_TREE
+def test_caches_equal_a_fresh_prefill_after_every_round(
+    target: HFTarget, head: EagleHead, shape: TreeShape
+) -> None:  # behaviour 19
+    drafter = EagleDrafter(head, target, shape)
+    session, stats = Session(target, drafter, CONTEXT), Stats()
+    pieces = session.generate(
+        PROMPT,
+        law=Law(SamplingParams(temperature=3.0)),  # near uniform: drafts are accepted often
+        source=GeneratorSource.seeded(1),
+        stopper=Stopper(max_new_tokens=40),
+        stats=stats,
+    )
+    for number, _ in enumerate(pieces):
+        if number in (0, 1, 2, 5, 9):
+            assert_pure(session)
+    assert stats.kept_drafts > 5
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: BaseException, *, when: str) -> list[int]:
+    """Let the third call of a method raise, before or after it has done its work."""
+    calls: list[int] = []
+    real = getattr(owner, name)
+
+    def method(self: Any, *arguments: Any) -> Any:
+        calls.append(1)
+        if len(calls) != 3:
+            return real(self, *arguments)
+        if when == "after":
+            real(self, *arguments)
+        raise error
+
+    monkeypatch.setattr(owner, name, method)
+    return calls
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (HFState, "forward_tree"),
+        (HFState, "commit"),
+        (EagleState, "propose"),
+        (EagleState, "commit"),
+        (EagleState, "read_pending"),
+        (EagleState, "_read_drafts"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_a_session_that_was_interrupted_anywhere_behaves_as_a_fresh_one(
+    target: HFTarget,
+    head: EagleHead,
+    next_logits: reference.NextLogits,
+    owner: Any,
+    name: str,
+    error: BaseException,
+    when: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    session = Session(target, EagleDrafter(head, target, BUSHY), CONTEXT)
+    calls = fail_once(monkeypatch, owner, name, error, when=when)
+    with pytest.raises(type(error)):
+        answer(session, PROMPT, 12)
+    assert len(calls) == 3
+    prompt = [*PROMPT, 11]
+    assert ids_of(answer(session, prompt, 12)) == oracle(next_logits, prompt, 12)
+    assert_pure(session)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), KeyboardInterrupt()], ids=["error", "interrupt"])
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(HFState, "prefill"), (HFState, "truncate"), (EagleState, "truncate"), (EagleState, "commit")],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_a_prompt_that_failed_half_way_is_forgotten(
+    target: HFTarget,
+    head: EagleHead,
+    next_logits: reference.NextLogits,
+    owner: Any,
+    name: str,
+    error: BaseException,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The caches hold another prompt than the one before; a third one that continues the first must not use them."""
+    session = Session(target, EagleDrafter(head, target, BUSHY), CONTEXT)
+    got = ids_of(answer(session, PROMPT, 12))
+    longer = [*PROMPT, *got, 11]
+    with monkeypatch.context() as patch:
+        real = getattr(owner, name)
+
+        def raising(self: Any, *arguments: Any) -> Any:
+            real(self, *arguments)
+            raise error
+
+        patch.setattr(owner, name, raising)
+        with pytest.raises(type(error)):
+            answer(session, [*PROMPT[:3], *range(20, 40)], 12)
+    assert ids_of(answer(session, longer, 12)) == oracle(next_logits, longer, 12)
+    assert_pure(session)
+
+
+def test_a_processor_that_raises_leaves_a_usable_session(
+    target: HFTarget, head: EagleHead, next_logits: reference.NextLogits
+) -> None:
+    calls: list[int] = []
+
+    def fragile(ids: Tensor, scores: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 30:
+            raise ZeroDivisionError
+        return scores
+
+    session = Session(target, EagleDrafter(head, target, BUSHY), CONTEXT)
+    with pytest.raises(ZeroDivisionError):
+        answer(session, PROMPT, 40, law=Law(SamplingParams(), (fragile,)))
+    assert ids_of(answer(session, PROMPT, 12)) == oracle(next_logits, PROMPT, 12)
+
+
+def test_a_refused_prompt_leaves_the_session_as_it_was(
+    target: HFTarget, head: EagleHead, next_logits: reference.NextLogits
+) -> None:
+    session = Session(target, EagleDrafter(head, target, BUSHY), CONTEXT)
+    got = ids_of(answer(session, PROMPT, 5))
+    with pytest.raises(InputError):
+        answer(session, [*PROMPT, 99], 5)
+    stats, longer = Stats(), [*PROMPT, *got, 2]
+    assert ids_of(answer(session, longer, 5, stats=stats)) == oracle(next_logits, longer, 5)
+    assert stats.cached_prompt_tokens == len(PROMPT) + 4
+
+
+@pytest.mark.parametrize("pieces_read", [1, 2, 4])
+def test_a_stream_closed_early_leaves_a_session_that_goes_on(
+    target: HFTarget, next_logits: reference.NextLogits, head: EagleHead, pieces_read: int
+) -> None:
+    for drafter in (EagleDrafter(head, target, BUSHY), Hinting(next_logits, BUSHY)):
+        session = Session(target, drafter, CONTEXT)
+        pieces = session.generate(
+            PROMPT,
+            law=GREEDY,
+            source=GeneratorSource.seeded(0),
+            stopper=Stopper(max_new_tokens=30),
+            stats=Stats(),
+        )
+        got = [t for _ in range(pieces_read) for t in next(pieces).token_ids]
+        pieces.close()
+        stats, longer = Stats(), [*PROMPT, *got, 12]
+        assert ids_of(answer(session, longer, 15, stats=stats)) == oracle(next_logits, longer, 15)
+        assert stats.cached_prompt_tokens == len(PROMPT) + len(got) - 1
+
+
+# --- chance
+
+
+def test_same_seed_same_ids_and_other_seeds_others(target: HFTarget, head: EagleHead) -> None:  # behaviour 14
+    def run(seed: int) -> list[int]:
+        return ids_of(
+            answer(Session(target, EagleDrafter(head, target, BUSHY), CONTEXT), PROMPT, 15, law=WARM, seed=seed)
+        )
+
+    first = [run(s) for s in range(4)]
+    torch.manual_seed(77)
+    before = torch.get_rng_state()
+    assert [run(s) for s in range(4)] == first  # whatever the global generator's state
+    assert torch.equal(torch.get_rng_state(), before)  # which is not touched
+    assert len({tuple(r) for r in first}) == 4
+
+
+def observed(count: int, seed: int, width: int = 32) -> Observed:
+    generator = torch.Generator().manual_seed(seed)
+    return Observed(torch.randint(64, (count,), generator=generator), torch.randn(count, width, generator=generator))
+
+
+@pytest.mark.parametrize("sampled", [True, False], ids=["drawn", "most probable"])
+@pytest.mark.parametrize("depths", [(9, 9), (9, 1), (0, 9), (2, 3)], ids=str)
+def test_a_row_s_draft_does_not_depend_on_its_neighbours(
+    target: HFTarget, head: EagleHead, depths: tuple[int, int], sampled: bool
+) -> None:  # behaviour 14
+    """Rows of different length, limit, law and seed: each as if alone, and its generator goes on as if alone."""
+    drafter = EagleDrafter(head, target, BUSHY, sampled=sampled)
+    reads = [[observed(7, 1), observed(2, 2), observed(1, 3)], [observed(3, 4), observed(1, 5), observed(4, 6)]]
+    laws = [WARM, Law(SamplingParams(temperature=1.3, top_k=20), (RepetitionPenalty(1.2),))]
+
+    def propose(rows: Sequence[int]) -> tuple[list[list[DraftTree]], list[Tensor]]:
+        state = drafter.open(len(rows), 64)
+        generators = [torch.Generator().manual_seed(100 + r) for r in rows]
+        sources = [GeneratorSource(g) for g in generators]
+        trees = []
+        for round_ in range(3):
+            state.commit([reads[r][round_] for r in rows])
+            contexts = []
+            for r, source in zip(rows, sources, strict=True):
+                ids = torch.cat([o.tokens for o in reads[r][: round_ + 1]]).tolist()
+                contexts.append(Context([1, *ids], laws[r], source, depths[r]))
+            trees.append(state.propose(contexts))
+        return trees, [g.get_state() for g in generators]
+
+    both, both_generators = propose([0, 1])
+    for row in (0, 1):
+        alone, generators = propose([row])
+        assert torch.equal(both_generators[row], generators[0])
+        for batched, single in zip(both, alone, strict=True):
+            a, b = batched[row], single[0]
+            assert a.shape == b.shape and torch.equal(a.tokens, b.tokens)
+            assert a.shape == BUSHY.limited(depths[row])
+            for node, children in enumerate(a.shape.children):
+                x, y = a.law_of_children(node), b.law_of_children(node)
+                if children and sampled:
+                    assert x is not None and y is not None
+                    torch.testing.assert_close(x, y, atol=1e-5, rtol=0)
+                    assert all(x[a.tokens[c]] > 0 for c in children)
+
+
+@pytest.mark.parametrize("shape", [BUSHY, TreeShape.paper(), TreeShape.chain(4)], ids=["bushy", "paper", "chain"])
+def test_each_draft_law_is_what_the_head_gives_for_the_node_s_own_path(
+    target: HFTarget, head: EagleHead, shape: TreeShape
+) -> None:  # behaviours 6 and 21
+    """By one pass without a cache per path: a draft is the pair of its parent's predicted feature and its token."""
+    state = EagleDrafter(head, target, shape).open(2, 64)
+    reads = [[observed(6, 1), observed(2, 2)], [observed(3, 3), observed(1, 4)]]
+    trees: list[DraftTree] = []
+    for round_ in range(2):
+        state.commit([row[round_] for row in reads])
+        contexts = [Context([1, *row[round_].tokens.tolist()], WARM, GeneratorSource.seeded(7), 9) for row in reads]
+        trees = state.propose(contexts)
+
+    def predicted(tokens: Tensor, features: Tensor) -> Tensor:
+        positions = torch.arange(len(tokens))[None]
+        with torch.no_grad():
+            return head(target.embed(tokens)[None], features[None], positions)[0, -1]
+
+    for row, tree in enumerate(trees):
+        for node, children in enumerate(shape.children):
+            if not children:
+                continue
+            tokens = torch.cat([o.tokens for o in reads[row]])
+            features = torch.cat([o.features for o in reads[row]])
+            for draft in shape.path(node)[1:]:
+                features = torch.cat((features, predicted(tokens, features)[None]))
+                tokens = torch.cat((tokens, tree.tokens[draft][None]))
+            with torch.no_grad():
+                wanted = WARM.probs(target.lm_head(predicted(tokens, features)[None]))[0]
+            law = tree.law_of_children(node)
+            assert law is not None
+            torch.testing.assert_close(law, wanted, atol=1e-4, rtol=0)
+
+
+def test_drafting_draws_from_the_request_s_source_and_greedy_decoding_draws_nothing(
+    target: HFTarget, head: EagleHead
+) -> None:  # behaviour 14
+    for law, draws in ((GREEDY, False), (WARM, True)):
+        generator = torch.Generator().manual_seed(3)
+        before = generator.get_state()
+        state = EagleDrafter(head, target, BUSHY).open(1, 64)
+        state.commit([observed(4, 1)])
+        state.propose([Context([1, 2], law, GeneratorSource(generator), 9)])
+        assert torch.equal(generator.get_state(), before) != draws
+
+
+# --- numbers
+
+
+@pytest.mark.parametrize("steps", [1, 3, 5])
+def test_a_perfect_chain_has_n_alpha_1_and_tau_steps_plus_1(
+    target: HFTarget, next_logits: reference.NextLogits, steps: int
+) -> None:  # behaviour 31
+    stats = Stats()
+    n = 1 + 5 * (steps + 1)
+    answer(Session(target, Hinting(next_logits, TreeShape.chain(steps)), CONTEXT), PROMPT, n, stats=stats)
+    assert stats.tau == steps + 1
+    assert stats.n_alpha == (1.0,) * steps
+    assert (stats.rounds, stats.drafted, stats.kept_drafts) == (5, 5 * steps, 5 * steps)
+    assert stats.tried == stats.accepted == [5] * steps
+
+
+def test_n_alpha_is_accepted_over_tried_at_each_step(target: HFTarget, next_logits: reference.NextLogits) -> None:
+    """The third draft is wrong on purpose."""  # behaviour 31
+
+    class ThirdWrong(Hinting):
+        def tree(self, context: Context) -> DraftTree:
+            right = super().tree(context)
+            tokens = right.tokens.clone()
+            if len(tokens) > 3:
+                tokens[3] = (tokens[3] + 1) % 64
+            return DraftTree(tokens, right.shape)
+
+    stats = Stats()
+    answer(Session(target, ThirdWrong(next_logits, TreeShape.chain(5)), CONTEXT), PROMPT, 1 + 4 * 3, stats=stats)
+    # Every round emits two drafts and the recovered token; the last one has room for two drafts only.
+    assert (stats.rounds, stats.tau) == (4, 3.0)
+    assert stats.tried == [4, 4, 3] and stats.accepted == [4, 4, 0]
+    assert stats.n_alpha == (1.0, 1.0, 0.0)
+
+
+def test_n_alpha_is_for_chains_only_and_sums_add_up(target: HFTarget, next_logits: reference.NextLogits) -> None:
+    chain, tree = Stats(), Stats()
+    answer(Session(target, Hinting(next_logits, TreeShape.chain(3)), CONTEXT), PROMPT, 20, stats=chain)
+    answer(Session(target, Hinting(next_logits, BUSHY), CONTEXT), PROMPT, 20, stats=tree)
+    assert chain.n_alpha is not None and tree.n_alpha is None
+    total = Stats()
+    total.add(chain)
+    total.add(tree)
+    assert total.n_alpha is None
+    assert total.new_tokens == 40 and total.first_tokens == 2 and total.rounds == chain.rounds + tree.rounds
+    assert total.tau == pytest.approx(38 / total.rounds)
+    assert total.tried[0] == total.rounds
+    assert total.total_seconds == pytest.approx(chain.total_seconds + tree.total_seconds)
+
+
+def test_time_of_the_consumer_is_not_counted(target: HFTarget, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def tick() -> float:
+        now[0] += 0.001
+        return now[0]
+
+    monkeypatch.setattr("eaglekit.engine.decode.time.perf_counter", tick)
+    stats = Stats()
+    pieces = Session(target, PlainDrafter(), CONTEXT).generate(
+        PROMPT, law=GREEDY, source=GeneratorSource.seeded(0), stopper=Stopper(max_new_tokens=5), stats=stats
+    )
+    for _ in pieces:
+        now[0] += 1000.0
+    assert 0 < stats.total_seconds < 1
+    assert all(v > 0 for v in stats.seconds.values())
+
+
+def test_stats_of_nothing_are_zeros() -> None:
+    stats = Stats()
+    assert (stats.tau, stats.tokens_per_second, stats.decode_tokens_per_second, stats.n_alpha) == (0.0, 0.0, 0.0, ())
+
+
+@pytest.mark.parametrize("make", [lambda t, h: PlainDrafter(), lambda t, h: EagleDrafter(h, t, BUSHY)])
+def test_drafters_keep_to_the_protocol(
+    target: HFTarget, head: EagleHead, make: Callable[[HFTarget, EagleHead], Drafter]
+) -> None:
+    drafter = make(target, head)
+    state = drafter.open(1, 32)
+    state.commit([observed(3, 1)])
+    tree = state.propose([Context([1, 2, 3, 4], GREEDY, GeneratorSource.seeded(0), 5)])[0]
+    assert tree.tokens[0] == 4 and tree.shape.num_draft_tokens <= drafter.max_draft_tokens
+    root = state.propose([Context([1, 2, 3, 4], GREEDY, GeneratorSource.seeded(0), 0)])[0]
+    assert root.shape.num_draft_tokens == 0 and root.tokens.tolist() == [4]
+    state.truncate([1])
+
+
+def test_an_outgrown_session_is_opened_anew_and_answers_as_a_fresh_one(
+    target: HFTarget, head: EagleHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("eaglekit.engine.decode._FIRST_ROOM", 12)
+    opened: list[int] = []
+    right = HFTarget.open
+    monkeypatch.setattr(
+        HFTarget, "open", lambda self, b, n, layers=(): (opened.append(n), right(self, b, n, layers))[1]
+    )
+    drafter = EagleDrafter(head, target, TreeShape.chain(2))
+    session = Session(target, drafter, CONTEXT)
+    prompt = list(PROMPT)
+    for _ in range(4):
+        stats, stopper = Stats(), Stopper(max_new_tokens=4)
+        pieces = session.generate(prompt, law=GREEDY, source=GeneratorSource.seeded(0), stopper=stopper, stats=stats)
+        answer = [t for p in pieces for t in p.token_ids]
+        assert answer == oracle(fresh_logits(target), prompt, 4)
+        prompt += [*answer, 7]
+    assert opened == [12 + 3, 24 + 3, 48 + 3]  # each with slots for a tree of three nodes

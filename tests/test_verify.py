@@ -12,6 +12,7 @@ import transformers as tf
 from torch import Tensor
 
 from eaglekit.bench.lossless import deviation, output_law, plain_law, round_law, tiny_head
+from eaglekit.core.random import GeneratorSource
 from eaglekit.core.sampling import Law, RepetitionPenalty, SamplingParams
 from eaglekit.core.stats import Stats
 from eaglekit.core.tree import DraftTree, TreeShape
@@ -19,6 +20,7 @@ from eaglekit.core.verify import Verdict, residual, verify, verify_greedy, verif
 from eaglekit.drafters.eagle import EagleDrafter
 from eaglekit.engine.decode import Session
 from eaglekit.engine.stopping import Stopper
+from eaglekit.errors import InputError
 from eaglekit.testing import TableTarget, every_outcome
 
 TOLERANCE = 1e-5  # float32 laws: rounding is near 1e-7
@@ -433,3 +435,10 @@ def test_prefix_of_a_node_is_the_text_up_to_and_including_it() -> None:  # behav
         verdict = verify(tree, logits, law, [0, 1, 2], Scripted(False, True, True))
         assert verdict.tokens == (3, 0, 1)
         assert seen == [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 0]]
+
+
+def test_processors_that_ban_every_token_are_an_error() -> None:  # not a NaN
+    tree = DraftTree(torch.tensor([0, 1]), TreeShape.chain(1))
+    law = Law(SamplingParams(temperature=1.0), (lambda ids, scores: torch.full_like(scores, -math.inf),))
+    with pytest.raises(InputError, match="no token"):
+        verify(tree, torch.zeros(2, 3), law, [0], GeneratorSource.seeded(0))

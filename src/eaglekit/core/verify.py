@@ -25,6 +25,7 @@ from torch import Tensor
 from eaglekit.core.random import RandomSource
 from eaglekit.core.sampling import Law
 from eaglekit.core.tree import DraftTree
+from eaglekit.errors import InputError
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,9 @@ def verify_sampling(tree: DraftTree, law_at: Callable[[int], Tensor], source: Ra
         tree: The drafts, with the laws that they were drawn from.
         law_at: The target's law [V] behind a node; asked only for the nodes that the walk reaches.
         source: Random decisions.
+
+    Raises:
+        InputError: the processors ban every token.
     """
     drafts = tree.tokens.tolist()
     nodes: list[int] = [0]
@@ -104,6 +108,8 @@ def verify_sampling(tree: DraftTree, law_at: Callable[[int], Tensor], source: Ra
     while True:
         node = nodes[-1]
         p = law_at(node).double()
+        if not p.sum() > 0:  # also true of NaN
+            raise InputError("law: the processors leave no token that may come next; expected at least one")
         q = tree.law_of_children(node)
         q = None if q is None else q.double()
         accepted = None

@@ -26,6 +26,10 @@ from eaglekit.errors import InputError
 from eaglekit.models.target import Target, TargetState
 
 
+# Tokens that a conversation's caches are opened for at first; a context limit may be a hundred times that.
+_FIRST_ROOM = 4096
+
+
 @dataclass(frozen=True)
 class Round:
     """What one round emitted.
@@ -57,6 +61,7 @@ class Session:
         self.drafter = drafter
         self.max_length = min(max_length, target.info.max_length)
         self.ids: list[int] = []
+        self._room = 0  # tokens that the states were opened for
         self._target_state: TargetState | None = None
         self._drafter_state: DrafterState | None = None
 
@@ -78,6 +83,7 @@ class Session:
         if stopper.finished:
             return
         check_prompt(prompt, stopper.remaining, self.max_length, self.target)
+        self._make_room(len(prompt) + stopper.remaining)
         clock = _Clock(stats)
         try:
             first = True
@@ -106,6 +112,7 @@ class Session:
 
     def restore(self, ids: Sequence[int]) -> None:
         """Bring the session to where it would be after emitting the last of `ids`."""
+        self._make_room(len(ids))
         self._read(ids[:-1], lambda _: [ids[-1]])
 
     @property
@@ -118,9 +125,15 @@ class Session:
         """The drafter's caches."""
         return self._states()[1]
 
+    def _make_room(self, tokens: int) -> None:
+        """Open states twice as large when they are outgrown: a long conversation is read again now and then."""
+        if tokens > self._room:
+            self.reset()
+            self._room = min(self.max_length, max(tokens, 2 * self._room, _FIRST_ROOM))
+
     def _states(self) -> tuple[TargetState, DrafterState]:
         if self._target_state is None or self._drafter_state is None:
-            room = self.max_length + self.drafter.max_draft_tokens + 1
+            room = self._room + self.drafter.max_draft_tokens + 1
             self._target_state = self.target.open(1, room, self.drafter.layers)
             self._drafter_state = self.drafter.open(1, room)
         return self._target_state, self._drafter_state

@@ -81,9 +81,7 @@ def save_reference(head: EagleHead, path: Path | str, embed_tokens: Tensor) -> N
     _write(Path(path), "config.json", _json(_plain_config(head.config, head.dtype)))
 
 
-def load_head(
-    path: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-) -> EagleHead:
+def load_head(path: Path | str, *, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> EagleHead:
     """Read a head in our format or the reference's, ready for evaluation.
 
     Args:
@@ -238,9 +236,7 @@ def _shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _differences(
-    expected: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor], config: HeadConfig
-) -> list[str]:
+def _differences(expected: Mapping[str, tuple[int, ...]], state: Mapping[str, Tensor], config: HeadConfig) -> list[str]:
     """What is missing, of another shape, or not part of a head."""
     problems = [f"missing {name} {list(shape)}" for name, shape in expected.items() if name not in state]
     allowed = {**expected, "embed_tokens.weight": (config.vocab_size, config.embedding_size)}

@@ -10,6 +10,8 @@ from eaglekit.core.sampling import Processor, RepetitionPenalty, SamplingParams
 
 # Values that change the output and that this library does not carry out, with the value that means "off".
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
+    "max_new_tokens": (),
+    "max_length": (),
     "num_beams": (1,),
     "penalty_alpha": (0,),
     "dola_layers": (),

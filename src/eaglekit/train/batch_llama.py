@@ -187,9 +187,7 @@ class BatchLlama:
             ]
             return torch.cat(parts).reshape(m, -1)
 
-        return self._layers(
-            self.embedding[tokens], self.cos[lengths][:, None], self.sin[lengths][:, None], attend
-        )
+        return self._layers(self.embedding[tokens], self.cos[lengths][:, None], self.sin[lengths][:, None], attend)
 
     def logits(self, features: Tensor) -> Tensor:
         """Logits [rows, V] of features [rows, H]."""

@@ -67,9 +67,7 @@ def simulate(
     tried, hit = [0] * depth, [0] * depth
     for ids, features, start in examples:
         length = len(ids) - 2
-        outputs = unroll(
-            head, embedding[ids[1:-1]][None].to(head.dtype), features[None, :length].to(head.dtype), depth
-        )
+        outputs = unroll(head, embedding[ids[1:-1]][None].to(head.dtype), features[None, :length].to(head.dtype), depth)
         ranks = _ranks([y[0] for y in outputs], ids[2:], readout, start - 1, width)
         for root in range(start - 1, length):
             for s in range(min(depth, length - root)):
@@ -104,9 +102,7 @@ def _accepted(shape: TreeShape, ranks: Sequence[Sequence[int]], root: int, lengt
     return accepted
 
 
-def _ranks(
-    outputs: Sequence[Tensor], labels: Tensor, readout: Tensor, first: int, width: int
-) -> list[list[int]]:
+def _ranks(outputs: Sequence[Tensor], labels: Tensor, readout: Tensor, first: int, width: int) -> list[list[int]]:
     """For each step and input, the rank of the true token; `width` where no tree can have followed so far."""
     alive = torch.zeros(len(labels), dtype=torch.bool)
     alive[first:] = True

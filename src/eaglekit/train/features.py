@@ -198,8 +198,10 @@ def _reader(model: Any, max_length: int) -> Callable[[Sequence[Sequence[int]]], 
         # Row by row: right padding would change some families' positions, and a group's rows differ in length.
         with torch.no_grad():
             return [
-                base(input_ids=torch.tensor([list(row)], device=model.device),
-                use_cache=False).last_hidden_state[0].cpu() for row in ids
+                base(input_ids=torch.tensor([list(row)], device=model.device), use_cache=False)
+                .last_hidden_state[0]
+                .cpu()
+                for row in ids
             ]
 
     return read

@@ -47,9 +47,7 @@ class SynthesisOptions:
     seed: int = 0
 
 
-def plan_batches(
-    prompts: Sequence[Sequence[int]], options: SynthesisOptions
-) -> list[tuple[float, list[int]]]:
+def plan_batches(prompts: Sequence[Sequence[int]], options: SynthesisOptions) -> list[tuple[float, list[int]]]:
     """Group prompt indices into batches of similar length: (temperature, indices) each.
 
     Prompts are shuffled first, then sorted by length inside windows of 16 batches, so that any prefix of the plan is a

@@ -245,8 +245,11 @@ def train(
     common = frequent_tokens(rows, options.vocabulary, len(readout))
     small, table, full = readout[common].to(dtype), embedding.to(dtype), readout.float()
     weights = LossWeights(
-        options.regression, options.classification, options.step_weights, options.noise, feature_scale(rows,
-        options.seed)
+        options.regression,
+        options.classification,
+        options.step_weights,
+        options.noise,
+        feature_scale(rows, options.seed),
     )
     optimizer = torch.optim.AdamW(
         head.parameters(), lr=options.learning_rate, betas=options.betas, weight_decay=options.weight_decay, fused=True
@@ -362,5 +365,3 @@ def _log(
 
 def _join(numbers: Sequence[float]) -> str:
     return " ".join(f"{x:.3f}" for x in numbers)
-
-
