@@ -10,10 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from eaglekit.bench.lossless import tiny_head
 from eaglekit.errors import HeadError
 from eaglekit.models.checkpoint import check_fit, load_head, read_config, save_head, save_reference
 from eaglekit.models.head import EagleHead, HeadConfig
 from eaglekit.models.target import TargetInfo
+from eaglekit.testing import TableTarget
 
 CONFIG = HeadConfig(
     hidden_size=16, embedding_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, intermediate_size=24,
@@ -215,3 +217,13 @@ def test_saving_replaces_a_head_and_an_unwritable_place_is_an_error(tmp_path: Pa
         save_head(build(), tmp_path / "file", metadata={})
     with pytest.raises(HeadError, match=r"\[3, 16\]; this head was made for \[30, 16\]"):
         save_reference(build(), tmp_path, torch.zeros(3, 16))
+
+
+def test_a_draft_vocabulary_is_kept_and_checked(tmp_path: Path) -> None:
+    head = tiny_head(TableTarget(vocab_size=9), 0, draft_vocab=[0, 3, 8])
+    save_head(head, tmp_path, metadata={})
+    kept = load_head(tmp_path).draft_vocab
+    assert kept is not None and kept.dtype == torch.int64 and kept.tolist() == [0, 3, 8]
+    for wrong in ([], [3, 0], [3, 3], [-1, 2], [4, 9], [0.0, 1.0], [[1, 2]]):
+        with pytest.raises(HeadError, match="ascending token ids from 0 to 8"):
+            tiny_head(TableTarget(vocab_size=9), 0, draft_vocab=wrong)

@@ -736,3 +736,22 @@ def test_an_outgrown_session_is_opened_anew_and_answers_as_a_fresh_one(
         assert got == oracle(next_logits, prompt, 4)
         prompt += [*got, 7]
     assert opened == [12 + 3, 24 + 3, 48 + 3]  # each with slots for a tree of three nodes
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3], ids=["", "penalty"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_head_with_a_draft_vocabulary_drafts_from_it_alone(
+    target: HFTarget, next_logits: reference.NextLogits, temperature: float, penalty: float
+) -> None:
+    vocab = [1, 5, 8, 13, 40]
+    law = Law(SamplingParams(temperature), (RepetitionPenalty(penalty),) if penalty != 1 else ())
+    state = EagleDrafter(tiny_head(target, 3, draft_vocab=vocab), target, BUSHY).open(1, 40)
+    state.commit([observed(4, 1)])
+    tree = state.propose([Context([1, 2, 3, 4, 5], law, GeneratorSource.seeded(0), 9)])[0]
+    assert set(tree.tokens[1:].tolist()) <= set(vocab) and tree.shape.num_draft_tokens > 3
+    if temperature:
+        assert tree.draft_probs is not None and tree.draft_probs.shape[1] == target.info.vocab_size
+        assert torch.allclose(tree.draft_probs[:, vocab].sum(-1), torch.ones(len(tree.draft_probs)))
+    else:
+        session = Session(target, EagleDrafter(tiny_head(target, 3, draft_vocab=vocab), target, BUSHY), CONTEXT)
+        assert ids_of(answer(session, PROMPT, 20, law=law)) == oracle(next_logits, PROMPT, 20, law)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-import tiny
 import torch
 
+import tiny
 from eaglekit.api import Model
 from eaglekit.bench import lossless
 from eaglekit.bench.lossless import tiny_head

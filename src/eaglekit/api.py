@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -14,7 +14,7 @@ from eaglekit.core.random import GeneratorSource
 from eaglekit.core.sampling import Law, Processor, SamplingParams
 from eaglekit.core.stats import Stats
 from eaglekit.core.tree import TreeShape
-from eaglekit.drafters.eagle import EagleDrafter
+from eaglekit.drafters.eagle import EagleDrafter, make_readout
 from eaglekit.engine.decode import Session, check_prompt
 from eaglekit.engine.drafter import Drafter, PlainDrafter
 from eaglekit.engine.stopping import FinishReason, Piece, Stopper
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
 Method = Literal["eagle", "plain"]
+Readout = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -143,6 +144,9 @@ class Model:
     tokenizer: Any = None
     head: EagleHead | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    _readout: tuple[EagleHead, Callable[[torch.Tensor], torch.Tensor]] | None = field(
+        default=None, init=False, repr=False
+    )
 
     @staticmethod
     def wrap(target: HFTarget, tokenizer: Any = None, head: EagleHead | None = None) -> Model:
@@ -240,7 +244,9 @@ class Model:
                 f"method 'eagle' needs a draft head, and none was given for {self.target.info.name}; "
                 "pass head=DIR (--head DIR), train one with 'eaglekit train', or use method='plain' (--method plain)"
             )
-        return EagleDrafter(self.head, self.target, shape)
+        if self._readout is None or self._readout[0] is not self.head:
+            self._readout = (self.head, make_readout(self.head, self.target))
+        return EagleDrafter(self.head, self.target, shape, readout=self._readout[1])
 
     def encode(self, prompt: Prompt, *, chat_template: bool = True) -> list[int]:
         """Token ids of a prompt, as `generate` reads it.

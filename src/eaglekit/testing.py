@@ -82,6 +82,10 @@ class TableTarget:
         # Row by row, so that a row's bits do not depend on how many rows there are.
         return (features[..., None, :] * self._matrix).sum(-1)
 
+    def lm_head_of(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """See `Target.lm_head_of`."""
+        return lambda features: self.lm_head(features)[..., ids]
+
     def open(self, batch: int, max_length: int, layers: Sequence[int] = ()) -> TableState:
         """See `Target.open`."""
         return TableState(self, batch)

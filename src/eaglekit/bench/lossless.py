@@ -166,7 +166,7 @@ def deviation(a: Mapping[tuple[int, ...], float], b: Mapping[tuple[int, ...], fl
     return max(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in {*a, *b})
 
 
-def tiny_head(target: Target, seed: int) -> EagleHead:
+def tiny_head(target: Target, seed: int, draft_vocab: Sequence[int] | None = None) -> EagleHead:
     """A random head for a tiny target: a bad drafter, which must cost speed and nothing else."""
     info = target.info
     config = HeadConfig(
@@ -178,7 +178,7 @@ def tiny_head(target: Target, seed: int) -> EagleHead:
         intermediate_size=2 * info.hidden_size,
         vocab_size=info.vocab_size,
     )
-    head = EagleHead(config)
+    head = EagleHead(config, draft_vocab=None if draft_vocab is None else torch.tensor(draft_vocab))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -189,7 +189,7 @@ def tiny_head(target: Target, seed: int) -> EagleHead:
 def check_enumeration(seed: int) -> Iterator[Finding]:
     """The exact law of 1, 2 and 3 tokens, for kinds of trees, drafts and sampling."""
     target = TableTarget(vocab_size=3, seed=seed)
-    head = tiny_head(target, seed)
+    full, partial = tiny_head(target, seed), tiny_head(target, seed, draft_vocab=[0, 2])
     warm = SamplingParams(temperature=0.7)
     penalised = SamplingParams(temperature=0.9, repetition_penalty=1.4)
     cases: list[tuple[str, TreeShape, bool, SamplingParams]] = [
@@ -200,10 +200,12 @@ def check_enumeration(seed: int) -> Iterator[Finding]:
         ("tree, top-p", TreeShape.from_choices([[0], [1], [0, 0]]), True, SamplingParams(temperature=1.0, top_p=0.8)),
         ("tree, penalty", TreeShape.from_choices([[0], [1], [1, 0]]), True, penalised),
         ("tree, most probable drafts", TreeShape.from_choices([[0], [1], [0, 0]]), False, warm),
+        ("tree, draft vocabulary", TreeShape.from_choices([[0], [1], [0, 0]]), True, warm),
     ]  # fmt: skip
     for name, shape, sampled, params in cases:
         processors = (RepetitionPenalty(params.repetition_penalty),) if params.repetition_penalty != 1 else ()
         law = Law(params, processors)
+        head = partial if "vocabulary" in name else full
         drafter = EagleDrafter(head, target, shape, sampled=sampled)
         ids = [0, 1, 2]
         ours = output_law(target, drafter, ids, law, 3)

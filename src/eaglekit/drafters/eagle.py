@@ -11,7 +11,8 @@ Children are drawn without replacement from the draft law, or, with greedy decod
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -31,15 +32,25 @@ class EagleDrafter:
         shape: The tree.
         sampled: Whether drafts are drawn at random when tokens are; False proposes the most probable ones always, each
             with probability one. Both are exact.
+        readout: Logits [..., Vd] over the head's draft vocabulary; None makes it, which copies part of a matrix.
     """
 
     layers: tuple[int, ...] = ()
 
-    def __init__(self, head: EagleHead, target: Target, shape: TreeShape, *, sampled: bool = True) -> None:
+    def __init__(
+        self,
+        head: EagleHead,
+        target: Target,
+        shape: TreeShape,
+        *,
+        sampled: bool = True,
+        readout: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         self.head = head
         self.target = target
         self.shape = shape
         self.sampled = sampled
+        self.readout = readout or make_readout(head, target)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -49,6 +60,11 @@ class EagleDrafter:
     def open(self, batch: int, max_length: int) -> EagleState:
         """A state for `batch` rows of at most `max_length` tokens."""
         return EagleState(self, batch, max_length)
+
+
+def make_readout(head: EagleHead, target: Target) -> Callable[[Tensor], Tensor]:
+    """A function from features [..., H] to logits over the head's draft vocabulary, or over all tokens."""
+    return target.lm_head if head.draft_vocab is None else target.lm_head_of(head.draft_vocab)
 
 
 class EagleState:
@@ -184,22 +200,33 @@ class _Grower:
         self._place = {n: i for i, n in enumerate(nodes)}
         known = len(self._law_row)
         self._law_row.update({n: known + i for i, n in enumerate(nodes)})
-        target = self.drafter.target
-        logits = target.lm_head(features.to(target.info.dtype))
+        drafter, vocab = self.drafter, self.drafter.head.draft_vocab
+        logits = drafter.readout(features.to(drafter.target.info.dtype))
         widest = max(len(self.shape.children[n]) for n in nodes)
         for row, context in enumerate(self.contexts):
             if self.shape.depths[nodes[0]] >= context.max_depth:
                 continue  # a neighbour's tree is deeper: this row must make no random decision on its account
-            law = context.law
-            prefixes = self._prefixes(row, nodes) if law.needs_prefix else None
-            if law.greedy or not self.drafter.sampled:
-                scores = law.scores(logits[row], prefixes)
+            law, mine, ids = context.law, logits[row], vocab
+            prefixes = None
+            if law.needs_prefix:  # processors expect the whole vocabulary
+                prefixes, mine, ids = self._prefixes(row, nodes), self._over_all(mine, -math.inf), None
+            if law.greedy or not drafter.sampled:
+                scores = law.scores(mine, prefixes)
                 chosen = scores.topk(min(widest, scores.shape[-1]), dim=-1).indices
             else:
-                probs = law.probs(logits[row], prefixes)
+                probs = law.probs(mine, prefixes)
                 self._laws[row].append(probs)
                 chosen = context.source.draw_distinct(probs, widest)
+            if ids is not None:
+                chosen = torch.where(chosen >= 0, ids[chosen], -1)
             self._place_children(row, nodes, chosen.tolist())
+
+    def _over_all(self, values: Tensor, rest: float) -> Tensor:
+        """`values` [R, Vd] over the draft vocabulary as [R, V]; every other token has `rest`."""
+        vocab, size = self.drafter.head.draft_vocab, self.drafter.target.info.vocab_size
+        if vocab is None or values.shape[-1] == size:
+            return values
+        return values.new_full((len(values), size), rest).index_copy_(1, vocab, values)
 
     def _place_children(self, row: int, nodes: Sequence[int], chosen: list[list[int]]) -> None:
         """A child of a node that is not there, or without a token to take, is not there either."""
@@ -227,7 +254,7 @@ class _Grower:
         if not self._laws[row]:
             return DraftTree(chosen, shape)
         rows = tuple(self._law_row.get(n, -1) if depths[n] < limit else -1 for n in keep)
-        return DraftTree(chosen, shape, torch.cat(self._laws[row]), rows)
+        return DraftTree(chosen, shape, self._over_all(torch.cat(self._laws[row]), 0.0), rows)
 
 
 def _joined(old: Observed | None, new: Observed) -> Observed:

@@ -25,7 +25,6 @@ from eaglekit.engine.stopping import Piece, Stopper
 from eaglekit.errors import InputError
 from eaglekit.models.target import Target, TargetState
 
-
 # Tokens that a conversation's caches are opened for at first; a context limit may be a hundred times that.
 _FIRST_ROOM = 4096
 

@@ -496,13 +496,9 @@ def _checked_gguf(path: Path) -> Path:
         with path.expanduser().open("rb") as file:
             magic = file.read(4)
     except OSError as error:
-        raise TargetError(
-            f"{path} cannot be read ({error.strerror}); give the path of a GGUF file"
-        ) from error
+        raise TargetError(f"{path} cannot be read ({error.strerror}); give the path of a GGUF file") from error
     if magic != b"GGUF":
-        raise TargetError(
-            f"{path} is not a GGUF file: it begins with {magic!r}, expected b'GGUF'; download it again"
-        )
+        raise TargetError(f"{path} is not a GGUF file: it begins with {magic!r}, expected b'GGUF'; download it again")
     return path.expanduser().resolve()
 
 

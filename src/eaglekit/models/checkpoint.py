@@ -37,6 +37,7 @@ from eaglekit.models.head import EagleHead, HeadConfig
 from eaglekit.models.target import TargetInfo
 
 FORMAT_VERSION = 1
+DRAFT_VOCAB = "draft_vocab"  # int32 [Vd], in our own format only
 _PREFIXES = ("module.", "model.")
 
 
@@ -56,6 +57,8 @@ def save_head(
     """
     state = _finite({n: t.detach().to("cpu", dtype).contiguous() for n, t in head.state_dict().items()}, str(path))
     config = _plain_config(head.config, dtype)
+    if head.draft_vocab is not None:
+        state[DRAFT_VOCAB] = head.draft_vocab.to("cpu", torch.int32)
     own = {"format": FORMAT_VERSION, "method": "eagle", "embedding_size": head.config.embedding_size}
     config["eaglekit"] = {**own, **metadata}
     _write(Path(path), "model.safetensors", dump_safetensors(state, metadata={"format": "pt"}))
@@ -64,6 +67,8 @@ def save_head(
 
 def save_reference(head: EagleHead, path: Path | str, embed_tokens: Tensor) -> None:
     """Write `head` in the reference's format, with the target's `embed_tokens` [V, E], in the head's own dtype.
+
+    That format has no draft vocabulary: it is left out, and the head then drafts over all tokens.
 
     Raises:
         HeadError: `embed_tokens` has another shape than the head was made for, or the folder cannot be written.
@@ -95,6 +100,7 @@ def load_head(path: Path | str, *, dtype: torch.dtype | None = None, device: tor
     folder = Path(path)
     raw = read_config(folder)
     state = _read_tensors(folder)
+    draft_vocab = state.pop(DRAFT_VOCAB, None)
     _refuse_eagle3(folder, raw, state)
     config = _head_config(folder, raw, state)
     expected = _shapes(config)
@@ -102,7 +108,7 @@ def load_head(path: Path | str, *, dtype: torch.dtype | None = None, device: tor
     if problems:
         raise HeadError(f"{folder}: not the head that its config.json describes: " + "; ".join(problems))
     state = _finite({n: state[n] for n in expected}, str(folder))
-    head = EagleHead(config)
+    head = EagleHead(config, draft_vocab=draft_vocab)
     stored = state["fc.weight"].dtype
     head.to(dtype=dtype or (stored if stored.is_floating_point else torch.float32), device=device)
     with torch.no_grad():

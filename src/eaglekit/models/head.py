@@ -170,6 +170,23 @@ def rope_frequencies(config: HeadConfig) -> tuple[Tensor, float]:
     return frequencies.float(), float(factor)
 
 
+def check_draft_vocab(ids: Tensor | None, vocab_size: int) -> Tensor | None:
+    """`ids` as int64, if it can be a draft vocabulary.
+
+    Raises:
+        HeadError: it is not a list of ascending token ids of the target.
+    """
+    if ids is None:
+        return None
+    good = ids.dim() == 1 and len(ids) > 0 and not ids.is_floating_point()
+    if not good or ids[0] < 0 or ids[-1] >= vocab_size or not bool((ids[1:] > ids[:-1]).all()):
+        raise HeadError(
+            f"draft vocabulary: {ids.dtype}, shape {list(ids.shape)}: expected a list of ascending token ids from 0 to "
+            f"{vocab_size - 1}; convert or train the head again"
+        )
+    return ids.long()
+
+
 class HeadCache:
     """Keys and values of the head for B rows.
 
@@ -284,12 +301,24 @@ class _Layer(nn.Module):
 
 
 class EagleHead(nn.Module):
-    """The draft head. A new one has random weights; the feature half of `fc` starts at the identity."""
+    """The draft head. A new one has random weights; the feature half of `fc` starts at the identity.
+
+    Args:
+        config: Its shape.
+        generator: Initialises the weights (seed 0 when None); the global generator is not used.
+        draft_vocab: int64 [Vd], ascending: the tokens that it may draft, or None for all. Logits over a few thousand
+            tokens cost a fraction of those over all, and what is emitted follows the target's law just the same.
+    """
 
     inv_freq: Tensor
+    draft_vocab: Tensor | None
 
-    def __init__(self, config: HeadConfig, generator: torch.Generator | None = None) -> None:
-        """Build a head and initialise it from `generator` (seed 0 when None); the global generator is not used."""
+    def __init__(
+        self,
+        config: HeadConfig,
+        generator: torch.Generator | None = None,
+        draft_vocab: Tensor | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         with torch.device("meta"):
@@ -298,6 +327,7 @@ class EagleHead(nn.Module):
         self.to_empty(device="cpu")
         frequencies, self.rope_factor = rope_frequencies(config)
         self.register_buffer("inv_freq", frequencies, persistent=False)
+        self.register_buffer("draft_vocab", check_draft_vocab(draft_vocab, config.vocab_size), persistent=False)
         self._initialise(generator or torch.Generator().manual_seed(0))
 
     @torch.no_grad()

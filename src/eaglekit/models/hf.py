@@ -129,6 +129,15 @@ class HFTarget:
         """Logits [..., V] of `features` [..., H], with the model's own scaling and soft-capping."""
         return self._scaling(self._head(features))
 
+    def lm_head_of(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function like `lm_head` that computes the logits [..., n] of the tokens `ids` (int64 [n]) alone."""
+        head, ids = self._head, ids.to(self._info.device)
+        if type(head) is not nn.Linear:
+            return lambda features: self.lm_head(features)[..., ids]
+        with torch.no_grad():
+            weight, bias = head.weight[ids], None if head.bias is None else head.bias[ids]
+        return lambda features: self._scaling(nn.functional.linear(features, weight, bias))
+
     def check_ids(self, ids: Tensor) -> None:
         """Raise InputError if one of `ids` (on the CPU) has no embedding: devices report that badly, or not at all."""
         if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._num_ids:

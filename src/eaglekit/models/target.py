@@ -14,7 +14,7 @@ nodes of a tree that was not committed yet lie behind and are overwritten by the
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -127,4 +127,8 @@ class Target(Protocol):
 
     def lm_head(self, features: Tensor) -> Tensor:
         """Logits [..., V] of `features` [..., H], with the model's own scaling and soft-capping."""
+        ...
+
+    def lm_head_of(self, ids: Tensor) -> Callable[[Tensor], Tensor]:
+        """A function like `lm_head` that computes the logits [..., n] of the tokens `ids` (int64 [n]) alone."""
         ...

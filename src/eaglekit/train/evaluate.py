@@ -65,10 +65,14 @@ def simulate(
     width = max(len(children) for shape in shapes.values() for children in shape.children)
     tokens, rounds = dict.fromkeys(shapes, 0), dict.fromkeys(shapes, 0)
     tried, hit = [0] * depth, [0] * depth
+    banned = torch.zeros(len(readout))
+    if head.draft_vocab is not None:
+        banned.fill_(-torch.inf)[head.draft_vocab.cpu()] = 0
+    banned = banned.to(readout.device)
     for ids, features, start in examples:
         length = len(ids) - 2
         outputs = unroll(head, embedding[ids[1:-1]][None].to(head.dtype), features[None, :length].to(head.dtype), depth)
-        ranks = _ranks([y[0] for y in outputs], ids[2:], readout, start - 1, width)
+        ranks = _ranks([y[0] for y in outputs], ids[2:], readout, start - 1, width, banned)
         for root in range(start - 1, length):
             for s in range(min(depth, length - root)):
                 tried[s] += 1
@@ -102,8 +106,13 @@ def _accepted(shape: TreeShape, ranks: Sequence[Sequence[int]], root: int, lengt
     return accepted
 
 
-def _ranks(outputs: Sequence[Tensor], labels: Tensor, readout: Tensor, first: int, width: int) -> list[list[int]]:
-    """For each step and input, the rank of the true token; `width` where no tree can have followed so far."""
+def _ranks(
+    outputs: Sequence[Tensor], labels: Tensor, readout: Tensor, first: int, width: int, banned: Tensor
+) -> list[list[int]]:
+    """For each step and input, the rank of the true token; `width` where no tree can have followed so far.
+
+    `banned` [V] is 0 for tokens that may be drafted, minus infinity for the others.
+    """
     alive = torch.zeros(len(labels), dtype=torch.bool)
     alive[first:] = True
     result = []
@@ -111,7 +120,7 @@ def _ranks(outputs: Sequence[Tensor], labels: Tensor, readout: Tensor, first: in
         ranks = torch.full((len(labels),), width)
         rows = alive.nonzero()[:, 0]
         for part in rows.split(256):
-            logits = output[part].to(readout.dtype) @ readout.T
+            logits = output[part].to(readout.dtype) @ readout.T + banned
             own = logits.gather(1, labels[part, None].to(logits.device))
             ranks[part] = (logits > own).sum(-1).clamp_(max=width).cpu()
         result.append(ranks.tolist())

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from eaglekit.errors import DataError, HeadError, InputError
 from eaglekit.models.checkpoint import save_head
-from eaglekit.models.head import EagleHead
+from eaglekit.models.head import EagleHead, check_draft_vocab
 from eaglekit.train.evaluate import Acceptance, Example, simulate, standard_shapes
 from eaglekit.train.features import FeatureStore, StoredDialogue
 from eaglekit.train.objective import Batch, LossWeights, compute_losses
@@ -243,6 +243,7 @@ def train(
     examples: list[Example] = [(s.tokens(r), s.features(r), r.spans[0][0]) for s, r in held]
     dtype = torch.bfloat16 if options.bfloat16 else torch.float32
     common = frequent_tokens(rows, options.vocabulary, len(readout))
+    head.draft_vocab = check_draft_vocab(common, len(readout))
     small, table, full = readout[common].to(dtype), embedding.to(dtype), readout.float()
     weights = LossWeights(
         options.regression,
