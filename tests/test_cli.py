@@ -182,6 +182,21 @@ def test_bench_measures_each_method_and_ends_in_json(where: list[str], tmp_path:
     assert data["methods"]["plain"]["tau"] == 1 and data["methods"]["eagle:paper"]["speedup_over_plain"]["median"] > 0
 
 
+def test_a_stopped_bench_goes_on_from_its_record(where: list[str], tmp_path: Path) -> None:
+    prompts, record = tmp_path / "prompts.jsonl", tmp_path / "record.jsonl"
+    prompts.write_text('{"prompt": "hello"}\n{"prompt": "world"}\n', encoding="utf-8")
+    args = ["bench", "--prompts", str(prompts), *where, "--max-new-tokens", "8", "--record", str(record)]
+    first = json.loads(run(*args, "--method", "plain")[1].strip().splitlines()[-1])
+    record.write_text(record.read_text(encoding="utf-8")[:-5], encoding="utf-8")  # killed while it wrote
+    code, out, _ = run(*args, "--method", "plain", "--method", "eagle:chain:2")
+    second = json.loads(out.strip().splitlines()[-1])
+    assert code == 0 and len(record.read_text(encoding="utf-8").splitlines()) == 1 + 4
+    assert second["methods"]["plain"]["tokens"] == first["methods"]["plain"]["tokens"]
+    assert second["identity"]["eagle:chain:2"]["identical"] == 2
+    code, _, err = run(*args[:-3], "9", "--record", str(record), "--method", "plain")
+    assert code == 2 and "use another file" in err
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [("", "no lines"), ("{}\n", ":1: no prompt"), ('{"prompt": "a"}\nnonsense\n', ":2: not JSON")],
@@ -225,3 +240,33 @@ def test_a_reader_that_went_away_is_no_error(where: list[str]) -> None:
         check=False,
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr
+
+
+def test_train_makes_a_head_that_generate_uses(where: list[str], tmp_path: Path) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text("".join(json.dumps({"turns": [f"question {i}"]}) + "\n" for i in range(24)), encoding="utf-8")
+    folder = tmp_path / "head"
+    args = ["train", *where[:2], "--data", str(data), "--output", str(folder)]
+    short = ["--max-new-tokens", "12", "--epochs", "1", "--batch-tokens", "256", "--vocabulary", "64", "--heldout", "2"]
+    code, out, err = run(*args, *short)
+    assert code == 0 and "τ on held-out answers" in out, err
+    code, out, _ = run(
+        "generate", "hello", *where[:2], "--head", str(folder), "--max-new-tokens", "8", "--compare", "--json"
+    )
+    assert code == 0 and json.loads(out)["plain"]["identical"] is True
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--data", "/no/such/file.jsonl"], "/no/such/file.jsonl"),
+        (["--epochs", "0"], "epochs is 0"),
+        (["--vocabulary", "-1", "--learning-rate", "0"], "learning_rate is 0"),
+    ],
+    ids=["file", "epochs", "several"],
+)
+def test_a_bad_training_request_is_one_line(where: list[str], tmp_path: Path, args: list[str], said: str) -> None:
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"turns": ["question"]}\n', encoding="utf-8")
+    code, _, err = run("train", *where[:2], "--data", str(data), "--output", str(tmp_path / "head"), *args)
+    assert code == 2 and said in err and err.strip().splitlines()[-1].startswith("eaglekit: error: ")

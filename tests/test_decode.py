@@ -24,9 +24,9 @@ from eaglekit.engine.decode import Session
 from eaglekit.engine.drafter import Context, Drafter, Observed, PlainDrafter
 from eaglekit.engine.stopping import Piece, Stopper
 from eaglekit.errors import InputError
-from eaglekit.models.cache import HFState
 from eaglekit.models.head import EagleHead
 from eaglekit.models.hf import HFTarget
+from eaglekit.models.state import HFState
 
 GREEDY = Law(SamplingParams())
 WARM = Law(SamplingParams(temperature=0.8))
@@ -755,3 +755,20 @@ def test_a_head_with_a_draft_vocabulary_drafts_from_it_alone(
     else:
         session = Session(target, EagleDrafter(tiny_head(target, 3, draft_vocab=vocab), target, BUSHY), CONTEXT)
         assert ids_of(answer(session, PROMPT, 20, law=law)) == oracle(next_logits, PROMPT, 20, law)
+
+
+def test_a_long_prompt_is_read_by_the_head_in_parts_with_the_same_result(
+    target: HFTarget, head: EagleHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def draft() -> tuple[list[Tensor], DraftTree]:
+        state = EagleDrafter(head, target, BUSHY).open(2, 60)
+        state.commit([observed(17, 1), observed(5, 2)])
+        trees = state.propose([Context([1, 2], GREEDY, GeneratorSource.seeded(0), 9)] * 2)
+        return [*state.committed(0), *state.committed(1)], trees[1]
+
+    whole, tree = draft()
+    monkeypatch.setattr("eaglekit.drafters.eagle._CHUNK", 4)
+    parts, same = draft()
+    assert [c.shape[1] for c in parts[:2]] == [17, 17] and parts[-1].shape[1] == 5
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(whole, parts, strict=True))
+    assert tree.tokens.tolist() == same.tokens.tolist()

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from eaglekit.core.tree import DraftTree, TreeShape
 from eaglekit.errors import InputError, TargetError, UnsupportedModelError
-from eaglekit.models.cache import HFState
-from eaglekit.models.hf import HFTarget, load_hf
+from eaglekit.models.hf import HFTarget
+from eaglekit.models.load import load_hf
+from eaglekit.models.state import HFState
 from families import BOUNDARY, FAMILIES, VOCAB, new_model, shared_model
 
 EACH_FAMILY = pytest.mark.parametrize("family", FAMILIES)

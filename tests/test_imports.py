@@ -15,11 +15,12 @@ import eaglekit
 
 SOURCE = Path(eaglekit.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
-BELOW = {"errors", "core", "models", "engine", "drafters", "testing", "api"}
+BELOW = {"errors", "jsonl", "core", "models", "engine", "drafters", "testing", "api"}
 
 # Layer -> the layers that it may import besides itself. `package` is `eaglekit` itself, for its version.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
+    "jsonl": {"errors"},
     "package": {"errors"},
     "core": {"errors"},
     "models": {"errors", "core"},
@@ -33,7 +34,14 @@ ALLOWED: dict[str, set[str]] = {
     "cli": {*BELOW, "package", "train", "bench", "serve"},
 }
 # Layers that must work without anything but torch and the standard library.
-PURE = {"errors": set(), "core": {"torch"}, "engine": {"torch"}, "drafters": {"torch"}, "testing": {"torch"}}
+PURE = {
+    "errors": set(),
+    "jsonl": set(),
+    "core": {"torch"},
+    "engine": {"torch"},
+    "drafters": {"torch"},
+    "testing": {"torch"},
+}
 
 
 def layer_of(parts: tuple[str, ...]) -> str:

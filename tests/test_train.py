@@ -33,6 +33,7 @@ from eaglekit.train.objective import (
     unroll,
 )
 from eaglekit.train.pipeline import train_head
+from eaglekit.train.start import linear_start
 from eaglekit.train.synthesize import SynthesisOptions, read_dialogues, synthesize
 from eaglekit.train.trainer import TrainOptions, collate, plan_epoch, split_rows, train
 from tiny import llama, tokenizer
@@ -378,7 +379,7 @@ def test_features_are_stored_and_cut_off_writes_repaired(tmp_path: Path) -> None
 
 OPTIONS = TrainOptions(
     epochs=2.5, batch_tokens=60, warmup_steps=2, vocabulary=24, heldout=2, eval_every=3, checkpoint_minutes=0.0,
-    bfloat16=False,
+    bfloat16=False, linear_start=False, learning_rate=2e-3,
 )  # fmt: skip
 
 
@@ -441,6 +442,22 @@ def test_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> None
     assert files[0] == files[1]
     with pytest.raises(HeadError, match="other options or data"):
         run(store, tmp_path / "b", replace(OPTIONS, clip=1.0), resume=True)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_linear_start_finds_what_is_linear(tmp_path: Path, bias: bool) -> None:
+    store = new_store(tmp_path)  # f_{j+1} = e(t_{j+1}) + 0.5 e(t_j): linear in e(t_{j+1}) alone to a good part
+    rows = [(store, row) for row in store.dialogues]
+    batch = collate(rows)
+    losses = []
+    for fit in (False, True):
+        head = EagleHead(replace(CONFIG, fc_bias=bias), torch.Generator().manual_seed(1))
+        if fit:
+            linear_start(head, rows, EMBEDDING, seed=0, ridge=1e-2)
+        with torch.no_grad():
+            fc = head.fc(torch.cat((EMBEDDING[batch.tokens], batch.features.float()), -1))
+        losses.append(float(regression_loss(fc[batch.trained], batch.targets[batch.trained])))
+    assert losses[1] < 0.3 * losses[0]
 
 
 def test_epochs_cover_everything_once(tmp_path: Path) -> None:

@@ -477,16 +477,16 @@ def load(
         HeadError: the head cannot be read, or does not fit the target.
         CacheError: the built-in target cannot be fetched or is damaged.
     """
-    from eaglekit.models import builtin
+    from eaglekit.models import builtin, gguf_files
     from eaglekit.models.checkpoint import check_fit, load_head
-    from eaglekit.models.hf import load_hf
+    from eaglekit.models.load import load_hf
 
     path: str | Path
     if target is None:
         path = builtin.fetch()
         head = builtin.shipped_head() if head is None else head
     elif str(target).lower().endswith(".gguf"):
-        path = builtin.load_gguf(Path(target))
+        path = gguf_files.load_gguf(Path(target))
     else:
         path = target
     hf, tokenizer = load_hf(path, device=device, dtype=dtype)

@@ -386,6 +386,9 @@ def bench(
     max_new_tokens: MaxNewTokens = 128,
     limit: Annotated[int | None, typer.Option(min=1, help="Use the first N prompts only.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the JSON report here, after every prompt.")] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Keep answers here; a run that was stopped goes on. Times then alternate less.")
+    ] = None,
     target: Target = None,
     head: Head = None,
     seed: Annotated[int, typer.Option(min=0, help="Decides everything random.")] = 0,
@@ -400,12 +403,16 @@ def bench(
     specs = [runner.MethodSpec.parse(m) for m in method or ("plain", "eagle:paper", "eagle:chain:5")]
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens {max_new_tokens}: expected at least 1")
-    if output is not None and not output.parent.is_dir():
-        raise InputError(f"--output {output}: no folder {output.parent}; make it first")
+    for option, path in (("--output", output), ("--record", record)):
+        if path is not None and not path.parent.is_dir():
+            raise InputError(f"{option} {path}: no folder {path.parent}; make it first")
     model = _load(target, head, device, dtype)
     settings = {"file": prompts.name, "max_new_tokens": max_new_tokens, "seed": seed, "batch": 1}
+    names = {"target": model.target.info.name, "head": head or "shipped"}
+    kept = None if record is None else runner.Record(record, {**settings, **names})
     data: dict[str, Any] = {}
-    for number, results in enumerate(runner.run(model, tasks, specs, max_new_tokens=max_new_tokens, seed=seed), 1):
+    runs = runner.run(model, tasks, specs, max_new_tokens=max_new_tokens, seed=seed, record=kept)
+    for number, results in enumerate(runs, 1):
         data = runner.report(model, tasks, results, settings)
         if output is not None:
             output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
@@ -437,6 +444,10 @@ def train(
         float, typer.Option(help="Peak rate; 3e-5 is the paper's, for widths of 4096 and more.")
     ] = 2e-3,
     batch_tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 4096,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps until the rate is at its peak.")] = 40,
+    final_rate: Annotated[float, typer.Option(min=0, max=1, help="Share of the peak that is left at the end.")] = 0.02,
+    vocabulary: Annotated[int, typer.Option(help="Tokens that the head may draft: the most frequent ones.")] = 8192,
+    heldout: Annotated[int, typer.Option(help="Greedy answers set aside to judge the head by.")] = 48,
     init: Annotated[Path | None, typer.Option(help="Start from this head instead of random weights.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted training.")] = False,
     seed: Annotated[int, typer.Option(min=0, help="Of the data's order, the noise and the weights.")] = 0,
@@ -444,16 +455,25 @@ def train(
     dtype: Dtype = "auto",
 ) -> None:
     """Train a draft head: the target answers prompts, its features are read, the head learns to predict them."""
-    from eaglekit.models import builtin
-    from eaglekit.models.hf import load_hf
+    from eaglekit.models import builtin, gguf_files
+    from eaglekit.models.load import load_hf
     from eaglekit.train.pipeline import train_head
     from eaglekit.train.synthesize import SynthesisOptions
     from eaglekit.train.trainer import TrainOptions
 
-    options = TrainOptions(epochs=epochs, learning_rate=learning_rate, batch_tokens=batch_tokens, seed=seed)
+    options = TrainOptions(
+        epochs=epochs,
+        learning_rate=learning_rate,
+        batch_tokens=batch_tokens,
+        warmup_steps=warmup_steps,
+        final_rate=final_rate,
+        vocabulary=vocabulary,
+        heldout=heldout,
+        seed=seed,
+    )
     path: str | Path = target or builtin.fetch()
     if str(path).lower().endswith(".gguf"):
-        path = builtin.load_gguf(path)
+        path = gguf_files.load_gguf(path)
     loaded, tokenizer = load_hf(path, device=device, dtype=dtype)
     if tokenizer is None:
         raise InputError(f"train: {path} has no tokenizer, so text cannot be read; add its tokenizer files")

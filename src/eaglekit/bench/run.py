@@ -8,11 +8,13 @@ by prompt, on seconds per new token, and reported as median, 10th and 90th perce
 
 from __future__ import annotations
 
+import json
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -79,6 +81,46 @@ class Answer:
     stats: Stats | None
 
 
+class Record:
+    """Answers kept in a file of JSON lines, so that a run that was stopped goes on where it was.
+
+    The first line holds the settings; a file of other settings is refused.
+
+    Args:
+        path: The file; made if it is not there.
+        settings: What answers depend on: target, file of prompts, limit, seed.
+
+    Raises:
+        InputError: the file is of another run, or is not a record.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self.path = path
+        self.known: dict[tuple[str, str], Answer] = {}
+        if not path.exists() or not path.stat().st_size:
+            path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
+            return
+        lines = path.read_text(encoding="utf-8").split("\n")
+        if lines[-1]:  # the last write was cut short
+            path.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
+        try:
+            header, *rows = [json.loads(line) for line in lines[:-1]]
+            for row in rows:
+                stats = None if row["stats"] is None else Stats(**row["stats"])
+                self.known[row["method"], row["prompt"]] = Answer(row["ids"], row["seconds"], stats)
+        except (ValueError, KeyError, TypeError) as e:
+            raise InputError(f"--record {path}: not a record of a run ({e}); use another file") from None
+        if header != settings:
+            raise InputError(f"--record {path}: it is of a run with {header}, not {settings}; use another file")
+
+    def add(self, spec: MethodSpec, task: Task, got: Answer) -> None:
+        """Append an answer."""
+        stats = None if got.stats is None else asdict(got.stats)
+        row = {"method": spec.label, "prompt": task.id, "ids": got.ids, "seconds": got.seconds, "stats": stats}
+        with self.path.open("a", encoding="utf-8") as f:
+            f.write(json.dumps(row) + "\n")
+
+
 def run(
     model: Model,
     tasks: Sequence[Task],
@@ -86,9 +128,17 @@ def run(
     *,
     max_new_tokens: int,
     seed: int = 0,
-    on_prompt: Callable[[int, Task], None] | None = None,
+    record: Record | None = None,
 ) -> Iterator[list[MethodResult]]:
     """Run every method on every task; yields all results so far after each task.
+
+    Args:
+        model: The target and its head.
+        tasks: The prompts.
+        specs: The methods.
+        max_new_tokens: Limit of each answer.
+        seed: Of the first prompt's sampling; the next has the next.
+        record: Answers found there are not made again; new ones are added.
 
     Raises:
         InputError: no methods, or two with one label.
@@ -101,15 +151,17 @@ def run(
     for number, task in enumerate(tasks):
         for i in range(len(results)):
             result = results[(i + number) % len(results)]
-            got = answer(model, task.text, result.spec, max_new_tokens=max_new_tokens, seed=seed + number)
+            got = None if record is None else record.known.get((result.spec.label, task.id))
+            if got is None:
+                got = answer(model, task.text, result.spec, max_new_tokens=max_new_tokens, seed=seed + number)
+                if record is not None:
+                    record.add(result.spec, task, got)
             result.ids.append(got.ids)
             result.seconds.append(got.seconds)
             result.tokens.append(len(got.ids))
             if got.stats is not None:
                 result.stats.add(got.stats)
                 result.taus.append(got.stats.tau)
-        if on_prompt is not None:
-            on_prompt(number + 1, task)
         yield results
 
 

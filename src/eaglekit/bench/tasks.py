@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import gzip
-import json
-from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from eaglekit.errors import DataError
+from eaglekit.jsonl import read_lines
 
 
 @dataclass(frozen=True)
@@ -28,13 +27,7 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Task]:
         DataError: the file cannot be read, is empty, or a line holds no prompt; names file and line.
     """
     tasks: list[Task] = []
-    for number, line in _lines(path):
-        if limit is not None and len(tasks) == limit:
-            break
-        try:
-            row = json.loads(line)
-        except ValueError as e:
-            raise DataError(f"{path}:{number}: not JSON ({e}); expected one object per line") from None
+    for number, row in islice(read_lines(path), limit):
         text = _first_turn(row)
         if text is None:
             raise DataError(
@@ -46,22 +39,7 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Task]:
     return tasks
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else None
-    try:
-        with opened or path.open(encoding="utf-8", newline="\n") as f:
-            for number, line in enumerate(f, 1):
-                if line.strip():
-                    yield number, line
-    except (OSError, EOFError, UnicodeDecodeError) as e:
-        raise DataError(
-            f"{path}: cannot be read ({getattr(e, 'strerror', None) or e}); expected a JSON-lines file"
-        ) from None
-
-
-def _first_turn(row: Any) -> str | None:
-    if not isinstance(row, dict):
-        return None
+def _first_turn(row: dict[str, Any]) -> str | None:
     turns = row.get("turns")
     if isinstance(turns, list) and turns and isinstance(turns[0], str):
         return turns[0]

@@ -22,6 +22,8 @@ from eaglekit.engine.drafter import Context, Observed
 from eaglekit.models.head import EagleHead, HeadCache
 from eaglekit.models.target import Target
 
+_CHUNK = 512  # pairs of a long prompt that the head reads in one pass: its mask grows with their square
+
 
 class EagleDrafter:
     """Draft trees of a fixed shape from an EAGLE head.
@@ -109,8 +111,7 @@ class EagleState:
             pending = self._pending[row]
             room = length - self._cache.lengths[row]
             if pending is not None and room < len(pending.tokens):
-                keep = max(0, room)
-                self._pending[row] = Observed(pending.tokens[:keep], pending.features[:keep]) if keep else None
+                self._pending[row] = pending.part(0, room) if room > 0 else None
         self._cache.truncate([min(a, b) for a, b in zip(lengths, self._cache.lengths, strict=True)])
 
     def committed(self, row: int = 0) -> list[Tensor]:
@@ -120,20 +121,23 @@ class EagleState:
 
     @torch.inference_mode()
     def read_pending(self) -> None:
-        """One pass over all committed pairs that were not read yet; only true features go in."""
-        counts = [0 if p is None else len(p.tokens) for p in self._pending]
-        if not any(counts):
-            return
-        drafter, width = self._drafter, max(counts)
-        device = self._device
+        """Read the committed pairs that were not read yet, in one pass unless there are many; all features are true."""
+        for start in range(0, max((len(p.tokens) for p in self._pending if p is not None), default=0), _CHUNK):
+            parts = [None if p is None else p.part(start, start + _CHUNK) for p in self._pending]
+            self._read_pairs([p if p is not None and len(p.tokens) else None for p in parts])
+        self._pending = [None] * len(self._pending)
+
+    def _read_pairs(self, pairs: Sequence[Observed | None]) -> None:
+        """One pass over some pairs of each row, the next ones behind those in the cache."""
+        drafter, device = self._drafter, self._device
+        counts = [0 if p is None else len(p.tokens) for p in pairs]
+        width, hidden = max(counts), drafter.target.info.hidden_size
         tokens = torch.zeros(len(counts), width, dtype=torch.long, device=device)
-        features = torch.zeros(
-            len(counts), width, drafter.target.info.hidden_size, dtype=drafter.head.dtype, device=device
-        )
-        for row, pending in enumerate(self._pending):
-            if pending is not None:
-                tokens[row, : counts[row]] = pending.tokens
-                features[row, : counts[row]] = pending.features
+        features = torch.zeros(len(counts), width, hidden, dtype=drafter.head.dtype, device=device)
+        for row, pair in enumerate(pairs):
+            if pair is not None:
+                tokens[row, : counts[row]] = pair.tokens
+                features[row, : counts[row]] = pair.features
         starts = torch.tensor(self._cache.lengths, device=device)
         positions = starts[:, None] + torch.arange(width, device=device)
         out = drafter.head(drafter.target.embed(tokens).to(features.dtype), features, positions, None, self._cache)
@@ -141,7 +145,6 @@ class EagleState:
         for row, count in enumerate(counts):
             if count:
                 self._last[row] = out[row, count - 1]
-        self._pending = [None] * len(counts)
 
     def _read_drafts(
         self, grower: _Grower, nodes: list[int], features: Tensor, depth: int, mask: Tensor, read: int

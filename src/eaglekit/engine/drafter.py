@@ -49,6 +49,11 @@ class Observed:
     features: Tensor
     layers: Mapping[int, Tensor] = field(default_factory=dict)
 
+    def part(self, start: int, end: int) -> Observed:
+        """What belongs to the tokens from `start` to `end`."""
+        layers = {k: v[start:end] for k, v in self.layers.items()}
+        return Observed(self.tokens[start:end], self.features[start:end], layers)
+
 
 class DrafterState(Protocol):
     """The drafts' caches of one caller."""

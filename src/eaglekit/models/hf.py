@@ -9,7 +9,7 @@ Glossary:
 
     base       the model without its output matrix; its `last_hidden_state` holds the features
     block      a decoder layer
-    boundary   see `models/cache.py`, which deals with LongRoPE
+    boundary   see `models/state.py`, which deals with LongRoPE
 
 Dynamic NTK RoPE is constant up to the configuration's `max_position_embeddings`, which is the context limit here;
 behind it stock models depend on what they ran before.
@@ -18,21 +18,21 @@ behind it stock models depend on what they ran before.
 from __future__ import annotations
 
 import inspect
-import logging as stdlib_logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from eaglekit.core.tree import DraftTree, TreeShape
-from eaglekit.errors import InputError, TargetError, UnsupportedModelError
-from eaglekit.models.cache import HFState, Placement, TreeCache, additive_mask
+from eaglekit.errors import InputError
+from eaglekit.models.cache import Placement, TreeCache, additive_mask
 from eaglekit.models.defaults import GenerationDefaults
+from eaglekit.models.state import HFState
+from eaglekit.models.support import one_line, refuse_unsupported, unsupported
 from eaglekit.models.target import TargetInfo
 
 _UNLIMITED = 2**31 - 1
@@ -64,10 +64,10 @@ class HFTarget:
         self._base: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
         if self._base is model or self._head is None:
-            raise _unsupported(self._name, "a model without an output matrix", "a causal language model")
+            raise unsupported(self._name, "a model without an output matrix", "a causal language model")
         attention = self._config._attn_implementation
         if attention not in ("sdpa", "eager"):
-            raise _unsupported(
+            raise unsupported(
                 self._name,
                 f"attention {attention!r}, which takes no tree masks",
                 "sdpa or eager",
@@ -89,7 +89,7 @@ class HFTarget:
         except torch.OutOfMemoryError:
             raise
         except _FAILURES as e:
-            raise _unsupported(self._name, f"{type(e).__name__}: {_one_line(e)}", "to run a plain call") from e
+            raise unsupported(self._name, f"{type(e).__name__}: {one_line(e)}", "to run a plain call") from e
         self._prove()
 
     @property
@@ -234,7 +234,7 @@ class HFTarget:
         fits = (s for s in _scalings(self._config) if _differ(s(raw), wanted) < _tolerance(features) / 5)
         scaling = next(fits, None)
         if scaling is None:
-            raise _unsupported(
+            raise unsupported(
                 self._name,
                 "logits that are not the output matrix times the features, scaled and soft-capped in a known way",
                 "an exact way from features to logits",
@@ -263,10 +263,10 @@ class HFTarget:
             except torch.OutOfMemoryError:
                 raise
             except _FAILURES as e:
-                problem = f"{type(e).__name__}: {_one_line(e)}"
+                problem = f"{type(e).__name__}: {one_line(e)}"
             if not problem:
                 return
-        raise _unsupported(self._name, f"no exact tree attention ({problem})", "a node's logits to equal its path's")
+        raise unsupported(self._name, f"no exact tree attention ({problem})", "a node's logits to equal its path's")
 
     def _compare(self) -> str:
         """What is wrong with the logits of a small tree, or nothing."""
@@ -285,15 +285,6 @@ class HFTarget:
         got = state.forward_tree([DraftTree.root_only(ids[0])]).logits[0]
         error = _differ(got, self._stock([*ids, *tree.tokens[list(path)].tolist(), ids[0]])[-1:])
         return "" if error < _tolerance(got) else f"what follows a committed branch differs by {error:.2g} of its norm"
-
-
-def _one_line(error: object) -> str:
-    text = " ".join(str(error).split())
-    return text if len(text) <= 200 else text[:197] + "..."
-
-
-def _unsupported(name: str, got: str, expected: str, advice: str = "use another model") -> UnsupportedModelError:
-    return UnsupportedModelError(f"{name}: cannot be a target: got {got}; expected {expected}; {advice}")
 
 
 def _differ(got: Tensor, wanted: Tensor) -> float:
@@ -357,185 +348,5 @@ def _boundary(config: Any, name: str) -> int | None:
         if rope.get("rope_type", rope.get("type")) in ("longrope", "su")
     }
     if len(found) > 1:
-        raise _unsupported(name, f"LongRoPE with several original lengths {sorted(found)}", "one length for all layers")
+        raise unsupported(name, f"LongRoPE with several original lengths {sorted(found)}", "one length for all layers")
     return next((b for b in found if b < _context_limit(config)), None)
-
-
-# Keys that only configurations of recurrent or convolutional layers have.
-_STATE_KEYS = (
-    "mamba_d_state", "ssm_state_size", "ssm_cfg", "state_size", "lru_width", "linear_conv_kernel_dim", "conv_L_cache",
-    "conv_kernel", "conv_kernel_size", "xlstm_block_type", "n_recurrent_layers",
-)  # fmt: skip
-
-
-def refuse_unsupported(config: Any, name: str, model_class: Any = None) -> None:
-    """Refuse, from the configuration alone, a family whose passes cannot read a tree.
-
-    Args:
-        config: The model's configuration.
-        name: What the message calls it.
-        model_class: The class that the model has, or would have.
-
-    Raises:
-        UnsupportedModelError: with the reason, on one line.
-    """
-    family = str(config.model_type)
-    if config.is_encoder_decoder:
-        raise _unsupported(name, f"{family}, an encoder-decoder", "a decoder-only language model")
-    text = config.get_text_config(decoder=True)
-    if not getattr(text, "is_causal", True) or getattr(text, "use_bidirectional_attention", False):
-        raise _unsupported(name, f"{family} with attention in both directions", "causal attention")
-    types = set(getattr(text, "layer_types", None) or ())
-    if "chunked_attention" in types or getattr(text, "attention_chunk_size", None):
-        raise _unsupported(name, f"{family} with chunked attention", "full or sliding-window attention")
-    keys = [k for k in _STATE_KEYS if getattr(text, k, None) is not None]
-    other = sorted(types - {"full_attention", "sliding_attention"})
-    if keys or getattr(model_class, "_is_stateful", False):
-        why = f" (configuration key {keys[0]})" if keys else ""
-        raise _unsupported(
-            name, f"{family}, a recurrent or hybrid family{why}", "attention layers only, as a state cannot branch"
-        )
-    if other:
-        raise _unsupported(name, f"{family} with layers of type {', '.join(other)}", "full or sliding attention")
-    if family in ("bloom", "mpt") or getattr(text, "alibi", False):
-        raise _unsupported(
-            name, f"{family} with ALiBi, which counts cache slots instead of positions", "rotary or learned positions"
-        )
-    if "local" in (getattr(text, "attention_layers", None) or ()):
-        raise _unsupported(name, f"{family} with local attention over cache slots", "full or sliding-window attention")
-
-
-def load_hf(path_or_id: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto") -> tuple[HFTarget, Any]:
-    """A model and its tokenizer, from a directory or the Hugging Face hub.
-
-    The configuration is read, and judged, before any weights are.
-
-    Args:
-        path_or_id: A directory in the Hugging Face format, or the name of a hub repository.
-        device: "auto" (cuda, else mps, else cpu) or a device such as "cuda:1".
-        dtype: "auto" (float32 on the CPU, the checkpoint's own elsewhere), or a dtype or its name.
-
-    Returns:
-        The target, its parameters frozen, and the tokenizer; None where the directory has none.
-
-    Raises:
-        TargetError: there is no such model, or its files cannot be read or lack weights.
-        UnsupportedModelError: it cannot be a target.
-        InputError: `device` or `dtype` is not one.
-    """
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    where = _pick_device(device)
-    kind = _pick_dtype(dtype, where)
-    source = _locate(path_or_id)
-    with _quiet(), _as_target_error(source):
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
-    try:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    except ImportError:
-        model_class = None
-    refuse_unsupported(config, source, model_class)
-    if model_class is None:
-        raise _unsupported(source, f"{config.model_type}, not a causal language model", "one that generates text")
-    with _quiet(), _as_target_error(source):
-        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=kind, output_loading_info=True, trust_remote_code=False
-        )
-    model, report = loaded
-    if report["missing_keys"]:
-        names = sorted(report["missing_keys"])
-        raise TargetError(
-            f"{source}: {len(names)} weights are missing, {names[0]} first; expected a complete checkpoint; "
-            "copy it again"
-        )
-    with _quiet():
-        tokenizer = _load_tokenizer(source)
-    model = model.requires_grad_(False).to(where)
-    return HFTarget(model, source), tokenizer
-
-
-def _locate(path_or_id: str | Path) -> str:
-    """The directory with a configuration, or the hub name, that is meant."""
-    path = Path(path_or_id).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise TargetError(f"{path}: a directory without config.json; expected a model in the Hugging Face format")
-        return str(path)
-    if path.exists():
-        raise TargetError(f"{path}: a file; expected the directory that holds it, or a hub name such as org/model")
-    name = str(path_or_id)
-    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name:
-        raise TargetError(f"{name!r}: no such directory; expected a model's, or a hub name such as org/model")
-    return name
-
-
-def _load_tokenizer(source: str) -> Any:
-    import transformers
-
-    patterns = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
-    if Path(source).is_dir() and not any(any(Path(source).glob(p)) for p in patterns):
-        return None
-    with _as_target_error(source):
-        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-
-
-@contextmanager
-def _as_target_error(source: str) -> Iterator[None]:
-    """Turn what transformers raises about unreadable files into one line."""
-    from safetensors import SafetensorError
-
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except (OSError, ValueError, RuntimeError, ImportError, LookupError, SafetensorError) as e:
-        if Path(source).is_dir():
-            raise TargetError(f"{source}: cannot be read ({_one_line(e)}); check or copy its files again") from e
-        raise TargetError(
-            f"{source}: no such directory, and not available from the Hugging Face hub or its cache ({_one_line(e)}); "
-            f"check the name, or download it where there is a network: hf download {source}"
-        ) from e
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep transformers from showing bars and loading reports; afterwards it is as before."""
-    from transformers import utils
-
-    logging: Any = utils.logging
-    hub = stdlib_logging.getLogger("huggingface_hub")
-    hub_level = hub.level
-    hub.setLevel(stdlib_logging.ERROR)  # it would report every try to connect
-    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
-    logging.disable_progress_bar()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        hub.setLevel(hub_level)
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
-
-
-def _pick_device(device: str) -> torch.device:
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, ValueError, TypeError) as e:
-        raise InputError(f"device {device!r}: not usable ({_one_line(e)}); expected auto, cpu, cuda or mps") from None
-    return torch.device(device)
-
-
-def _pick_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:
-    """What transformers is asked for: a dtype, or "auto" for the checkpoint's."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in known:
-        raise InputError(f"dtype {dtype!r}: expected auto, {', '.join(known)}")
-    return known[dtype]

@@ -10,15 +10,13 @@ template: `spans` holds (first token of the answer, one past its last) of every 
 
 from __future__ import annotations
 
-import gzip
-import json
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from eaglekit.errors import DataError
+from eaglekit.jsonl import read_lines
 
 Message = dict[str, str]
 
@@ -36,31 +34,6 @@ class Dialogue:
     ids: list[int]
     spans: list[tuple[int, int]]
     greedy: bool = False
-
-
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number, object) of every line that is not empty.
-
-    Raises:
-        DataError: the file is missing, truncated or corrupt, or a line is no JSON object.
-    """
-    number = 0
-    try:
-        opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-        with opened as f:
-            for number, line in enumerate(f, 1):
-                if not line.strip():
-                    continue
-                row = json.loads(line)
-                if not isinstance(row, dict):
-                    raise DataError(f"{path}:{number}: a {type(row).__name__}, expected a JSON object")
-                yield number, row
-    except FileNotFoundError:
-        raise DataError(f"{path}: no such file; expected JSON lines of prompts or dialogues") from None
-    except json.JSONDecodeError as e:
-        raise DataError(f"{path}:{number}: not JSON ({e}); fix or delete the line") from None
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as e:
-        raise DataError(f"{path}:{number + 1}: cannot be read on from here ({e}); get the file again") from None
 
 
 def read_conversations(path: Path) -> list[list[Message]]:

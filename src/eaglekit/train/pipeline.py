@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,7 @@ def train_head(
         head = EagleHead(config, torch.Generator().manual_seed(options.seed))
     else:
         head = load_head(init, dtype=torch.float32).requires_grad_(True)
+        options = replace(options, linear_start=False)
     return train(
         head,
         [FeatureStore(store, config.hidden_size)],

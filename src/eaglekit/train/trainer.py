@@ -30,6 +30,7 @@ from eaglekit.models.head import EagleHead, check_draft_vocab
 from eaglekit.train.evaluate import Acceptance, Example, simulate, standard_shapes
 from eaglekit.train.features import FeatureStore, StoredDialogue
 from eaglekit.train.objective import Batch, LossWeights, compute_losses
+from eaglekit.train.start import linear_start
 
 Row = tuple[FeatureStore, StoredDialogue]
 
@@ -41,6 +42,7 @@ class TrainOptions:
     Attributes:
         epochs: Passes over the data; fractions are allowed.
         batch_tokens: Tokens per optimizer step, padding included.
+        linear_start: Fit `fc` by ridge regression before the first step; see `start`.
         learning_rate: Peak; after `warmup_steps` it falls along a cosine to `final_rate` of it.
         warmup_steps: Linear warm-up.
         final_rate: Fraction of the peak that is left at the end.
@@ -61,7 +63,8 @@ class TrainOptions:
 
     epochs: float = 3.0
     batch_tokens: int = 4096
-    learning_rate: float = 2e-3
+    linear_start: bool = True
+    learning_rate: float = 6e-4
     warmup_steps: int = 40
     final_rate: float = 0.02
     weight_decay: float = 0.01
@@ -276,6 +279,8 @@ def train(
         f"{len(rows)} dialogues, {data_tokens} tokens, {trained_tokens} trained; {len(held)} held out; {total} steps; "
         f"feature scale {weights.scale:.2f}"
     )
+    if step == 0 and options.linear_start:
+        linear_start(head, rows, embedding, seed=options.seed)
     head.train()
     saved = time.monotonic()
     mean = [0.0] * (2 * len(options.step_weights))

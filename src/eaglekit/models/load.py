@@ -1,0 +1,156 @@
+"""Loading a target and its tokenizer: from a directory in the Hugging Face format, or from the hub.
+
+Contract: the family is judged before its weights are read; a checkpoint that lacks weights is refused; code that comes
+with a model is never run. What transformers raises about unreadable files becomes one line, and its bars and reports
+are not shown; its settings are as before afterwards.
+"""
+
+from __future__ import annotations
+
+import logging as stdlib_logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from eaglekit.errors import InputError, TargetError
+from eaglekit.models.hf import HFTarget
+from eaglekit.models.support import one_line, refuse_unsupported, unsupported
+
+
+def load_hf(path_or_id: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto") -> tuple[HFTarget, Any]:
+    """A model and its tokenizer, from a directory or the Hugging Face hub.
+
+    The configuration is read, and judged, before any weights are.
+
+    Args:
+        path_or_id: A directory in the Hugging Face format, or the name of a hub repository.
+        device: "auto" (cuda, else mps, else cpu) or a device such as "cuda:1".
+        dtype: "auto" (float32 on the CPU, the checkpoint's own elsewhere), or a dtype or its name.
+
+    Returns:
+        The target, its parameters frozen, and the tokenizer; None where the directory has none.
+
+    Raises:
+        TargetError: there is no such model, or its files cannot be read or lack weights.
+        UnsupportedModelError: it cannot be a target.
+        InputError: `device` or `dtype` is not one.
+    """
+    import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    where = _pick_device(device)
+    kind = _pick_dtype(dtype, where)
+    source = _locate(path_or_id)
+    with _quiet(), _as_target_error(source):
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    try:
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    except ImportError:
+        model_class = None
+    refuse_unsupported(config, source, model_class)
+    if model_class is None:
+        raise unsupported(source, f"{config.model_type}, not a causal language model", "one that generates text")
+    with _quiet(), _as_target_error(source):
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=kind, output_loading_info=True, trust_remote_code=False
+        )
+    model, report = loaded
+    if report["missing_keys"]:
+        names = sorted(report["missing_keys"])
+        raise TargetError(
+            f"{source}: {len(names)} weights are missing, {names[0]} first; expected a complete checkpoint; "
+            "copy it again"
+        )
+    with _quiet():
+        tokenizer = _load_tokenizer(source)
+    model = model.requires_grad_(False).to(where)
+    return HFTarget(model, source), tokenizer
+
+
+def _locate(path_or_id: str | Path) -> str:
+    """The directory with a configuration, or the hub name, that is meant."""
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise TargetError(f"{path}: a directory without config.json; expected a model in the Hugging Face format")
+        return str(path)
+    if path.exists():
+        raise TargetError(f"{path}: a file; expected the directory that holds it, or a hub name such as org/model")
+    name = str(path_or_id)
+    if name.startswith(("/", ".", "~")) or name.count("/") > 1 or not name:
+        raise TargetError(f"{name!r}: no such directory; expected a model's, or a hub name such as org/model")
+    return name
+
+
+def _load_tokenizer(source: str) -> Any:
+    import transformers
+
+    patterns = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+    if Path(source).is_dir() and not any(any(Path(source).glob(p)) for p in patterns):
+        return None
+    with _as_target_error(source):
+        return transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+
+
+@contextmanager
+def _as_target_error(source: str) -> Iterator[None]:
+    """Turn what transformers raises about unreadable files into one line."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (OSError, ValueError, RuntimeError, ImportError, LookupError, SafetensorError) as e:
+        if Path(source).is_dir():
+            raise TargetError(f"{source}: cannot be read ({one_line(e)}); check or copy its files again") from e
+        raise TargetError(
+            f"{source}: no such directory, and not available from the Hugging Face hub or its cache ({one_line(e)}); "
+            f"check the name, or download it where there is a network: hf download {source}"
+        ) from e
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep transformers from showing bars and loading reports; afterwards it is as before."""
+    from transformers import utils
+
+    logging: Any = utils.logging
+    hub = stdlib_logging.getLogger("huggingface_hub")
+    hub_level = hub.level
+    hub.setLevel(stdlib_logging.ERROR)  # it would report every try to connect
+    bars, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        hub.setLevel(hub_level)
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _pick_device(device: str) -> torch.device:
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ValueError, TypeError) as e:
+        raise InputError(f"device {device!r}: not usable ({one_line(e)}); expected auto, cpu, cuda or mps") from None
+    return torch.device(device)
+
+
+def _pick_dtype(dtype: str | torch.dtype, device: torch.device) -> str | torch.dtype:
+    """What transformers is asked for: a dtype, or "auto" for the checkpoint's."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in known:
+        raise InputError(f"dtype {dtype!r}: expected auto, {', '.join(known)}")
+    return known[dtype]
