@@ -13,6 +13,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+import tiny
 from conftest import CONTEXT, byte_tokenizer, new_llama
 from eaglekit.api import Chat, Model
 from eaglekit.bench.lossless import tiny_head
@@ -21,6 +22,7 @@ from eaglekit.errors import HeadError, InputError, TreeError
 from eaglekit.models.defaults import GenerationDefaults
 from eaglekit.models.head import EagleHead
 from eaglekit.models.hf import HFTarget
+from eaglekit.testing import TableTarget
 
 PROMPT = [5, 17, 3, 42, 8, 23]
 BUSHY = TreeShape.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0]])
@@ -582,3 +584,38 @@ def test_a_message_that_cannot_be_answered_leaves_the_chat_as_it_was(
 def test_a_bad_tree_is_an_error_before_a_chat_begins(talker: Model) -> None:
     with pytest.raises(TreeError):
         talker.chat(tree="chain:x")
+
+
+def test_ids_may_come_in_a_numpy_array_and_a_model_may_be_wrapped_as_it_is() -> None:
+    numpy = pytest.importorskip("numpy")
+    module = tiny.llama()
+    model = Model.wrap(module)
+    assert model.target.model is module  # type: ignore[attr-defined]
+    one = model.generate(numpy.array([1, 2, 3]), max_new_tokens=4, method="plain")
+    assert one.token_ids == model.generate([1, 2, 3], max_new_tokens=4, method="plain").token_ids
+
+
+def test_a_stream_closed_early_says_so() -> None:
+    stream = tiny.model().stream([1, 2, 3], max_new_tokens=20)
+    first = next(stream)
+    stream.close()
+    result = stream.result()
+    assert result.finish_reason == "closed" and result.token_ids == list(first.token_ids)
+
+
+def test_a_head_that_does_not_fit_is_refused_wherever_it_is_given() -> None:
+    model = tiny.model()
+    model.head = tiny_head(TableTarget(vocab_size=7, hidden_size=16), 0)
+    with pytest.raises(HeadError, match="16 against 32"):
+        model.generate([1, 2], max_new_tokens=2)
+
+
+def test_an_answer_that_fails_half_way_leaves_the_chat_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny.model()
+    chat = model.chat()
+    ban = lambda ids, scores: torch.full_like(scores, -torch.inf)  # noqa: E731
+    with pytest.raises(InputError, match="no token may come next"):
+        list(chat.send("hello", temperature=1.0, max_new_tokens=4, logits_processor=[ban]))
+    chat.reset()
+    text = "".join(p.text for p in chat.send("hello", max_new_tokens=8))
+    assert text == model.generate("hello", max_new_tokens=8).text

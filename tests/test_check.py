@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -160,3 +161,13 @@ def test_the_g_tests_tell_laws_apart() -> None:
     assert lossless.chi2_tail(*lossless.g_test(near, near)) == 1
     assert lossless.chi2_tail(*lossless.g_test(near, far)) < 5e-3
     assert lossless.chi2_tail(*lossless.g_test_law({(3,): 1}, law, 1)) == 0
+
+
+def test_near_ties_are_judged_on_the_scores_that_greedy_decoding_compares() -> None:
+    model = tiny.model()
+    prompt = [1, 2, 3]
+    logits = torch.zeros(260)
+    logits[1], logits[5] = 2.0, 1.0  # token 1 was seen: with a penalty of 2 it is level with token 5
+    assert lossless.best_gap(model, prompt, [], lambda ids: logits) == 1.0
+    model.defaults = dataclasses.replace(model.defaults, sampling=SamplingParams(repetition_penalty=2.0))
+    assert lossless.best_gap(model, prompt, [], lambda ids: logits) == 0.0

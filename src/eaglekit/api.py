@@ -5,8 +5,9 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -23,9 +24,6 @@ from eaglekit.models.defaults import GenerationDefaults
 from eaglekit.models.head import EagleHead
 from eaglekit.models.target import Target
 
-if TYPE_CHECKING:
-    from eaglekit.models.hf import HFTarget
-
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
 Method = Literal["eagle", "plain"]
@@ -39,7 +37,7 @@ class Generation:
     Attributes:
         text: Without special tokens, cut before a stop string.
         token_ids: The new tokens; an end-of-text id that ended the answer is the last of them.
-        finish_reason: "stop" (end of text or stop string) or "length".
+        finish_reason: "stop" (end of text or stop string), "length", or "closed" (the stream was closed early).
         prompt_tokens: Length of the prompt, tokens.
         stats: What decoding did.
         logprobs: For each new token the target's own log-probability, before any processor or temperature, if asked
@@ -99,7 +97,7 @@ class Stream(Iterator[Piece]):
         return Generation(
             text="".join(p.text for p in self._seen),
             token_ids=[t for p in self._seen for t in p.token_ids],
-            finish_reason=self._stopper.finish_reason or "stop",
+            finish_reason=self._stopper.finish_reason or "closed",
             prompt_tokens=self.prompt_tokens,
             stats=self.stats,
             logprobs=[x for lp in logprobs for x in lp or ()] if any(lp is not None for lp in logprobs) else None,
@@ -149,8 +147,20 @@ class Model:
     )
 
     @staticmethod
-    def wrap(target: HFTarget, tokenizer: Any = None, head: EagleHead | None = None) -> Model:
-        """A model from a target that is in memory already; its own generation_config is read."""
+    def wrap(target: Any, tokenizer: Any = None, head: EagleHead | None = None) -> Model:
+        """A model from what is in memory already.
+
+        Args:
+            target: A causal language model of transformers, which is put in eval mode, or an `HFTarget`.
+            tokenizer: Of transformers.
+            head: On the target's device.
+
+        Raises:
+            UnsupportedModelError: the family cannot read trees exactly.
+        """
+        from eaglekit.models.hf import HFTarget
+
+        target = target if isinstance(target, HFTarget) else HFTarget(target)
         return Model(target, tokenizer, head, target.defaults(tokenizer))
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
@@ -202,8 +212,8 @@ class Model:
             seed: Makes the answer repeatable; the global random state is never used.
             tree: "paper", "chain:N", a JSON file of choices, or a `TreeShape`.
             method: "eagle", or "plain" for one token per pass.
-            logits_processor: Callables like the `LogitsProcessor` of transformers; each tree node is given its own
-                prefix.
+            logits_processor: Callables like the `LogitsProcessor` of transformers. Each tree node is given its own
+                prefix, drafts included, so they must be functions of their arguments alone.
             logprobs: Whether to return log-probabilities.
             chat_template: Whether a prompt that is one string is a user's message; False takes it as raw text.
         """
@@ -272,8 +282,8 @@ class Model:
                 f"prompt: got {type(prompt).__name__}; expected a string, a list of messages, or a list of token ids"
             )
         items = list(prompt)
-        if items and all(isinstance(i, int) and not isinstance(i, bool) for i in items):
-            return [int(i) for i in items if isinstance(i, int)]
+        if items and all(isinstance(i, Integral) and not isinstance(i, bool) for i in items):
+            return [int(i) for i in items]  # type: ignore[call-overload]
         if not items:
             raise InputError("prompt: it is empty; give a string, messages or token ids")
         for number, message in enumerate(items):
@@ -342,7 +352,7 @@ class Model:
             stop=[*_stops(stop), *self.defaults.stop],
             decode=None if self.tokenizer is None else self._decode,
         )
-        source = GeneratorSource.seeded(secrets.randbits(63) if seed is None else seed, self.target.info.device)
+        source = GeneratorSource.seeded(secrets.randbits(63) if seed is None else seed)
         return _Plan(ids, self.law(len(ids), sampling, logits_processor), source, stopper, logprobs)
 
     def law(
@@ -368,6 +378,7 @@ class Chat:
         self._session = session
         self._system = system
         self._current: Generator[Piece] | None = None
+        self.last_stats = Stats()
         self.messages: list[dict[str, str]] = []
         self.reset()
 
@@ -405,12 +416,13 @@ class Chat:
             raise InputError(f"chat: unknown options {sorted(unknown)}; expected some of {sorted(defaults)}")
         plan = self._model._plan(self._model.encode(messages), sampling=sampling, **{**defaults, **options})
         check_prompt(plan.ids, plan.stopper.remaining, self._session.max_length, self._model.target)
-        self._current = self._answer(plan.run(self._session), messages)
+        stream = plan.run(self._session)
+        self.last_stats = stream.stats
+        self._current = self._answer(stream, messages)
         return self._current
 
     def _answer(self, stream: Stream, messages: list[dict[str, str]]) -> Generator[Piece]:
         text = ""
-        self.last_stats = stream.stats
         try:
             for piece in stream:
                 text += piece.text
@@ -467,8 +479,8 @@ def load(
     Args:
         target: A directory, a hub id or a GGUF file; None takes the built-in SmolLM2-135M-Instruct, which is fetched
             once (98 MB) and kept in a cache directory.
-        head: A head's directory; None takes the shipped head if the target is the built-in one, else none, which leaves
-            method "plain".
+        head: A head's directory; None takes the shipped head if the target is the built-in one, else none: then only
+            method "plain" can be asked for.
         device: "auto", or what torch understands ("cpu", "cuda:0", "mps").
         dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), "float32", "bfloat16" or "float16".
 

@@ -78,7 +78,9 @@ def _reporting(command: Callable[..., None]) -> Callable[..., None]:
             raise typer.Exit(130) from None
         except OSError as e:
             _fail(f"{e.strerror or e}" + (f": {e.filename}" if e.filename else ""))
-        except MemoryError:
+        except (MemoryError, RuntimeError) as e:
+            if isinstance(e, RuntimeError) and type(e).__name__ != "OutOfMemoryError":  # torch's, which is not imported
+                raise
             _fail("out of memory; use a smaller model, a shorter context, or --dtype bfloat16")
 
     return run
@@ -316,6 +318,8 @@ def _answer(talk: Any, line: str, options: dict[str, Any], total: Stats) -> None
     try:
         for piece in pieces:
             print(piece.text, end="", flush=True)
+    except EaglekitError as e:
+        _note(f"error: {e} (/reset begins a new conversation)")
     except KeyboardInterrupt:
         print(" …", end="")
     finally:
@@ -408,12 +412,12 @@ def bench(
             raise InputError(f"{option} {path}: no folder {path.parent}; make it first")
     model = _load(target, head, device, dtype)
     settings = {"file": prompts.name, "max_new_tokens": max_new_tokens, "seed": seed, "batch": 1}
-    names = {"target": model.target.info.name, "head": head or "shipped"}
+    names = {"target": model.target.info.name, "head": head or (None if target else "shipped"), "dtype": dtype}
     kept = None if record is None else runner.Record(record, {**settings, **names})
     data: dict[str, Any] = {}
     runs = runner.run(model, tasks, specs, max_new_tokens=max_new_tokens, seed=seed, record=kept)
     for number, results in enumerate(runs, 1):
-        data = runner.report(model, tasks, results, settings)
+        data = runner.report(model, results, settings)
         if output is not None:
             output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         rates = ", ".join(f"{k} {m['tokens_per_second'].get('median', 0):.1f}" for k, m in data["methods"].items())

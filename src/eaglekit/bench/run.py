@@ -21,7 +21,7 @@ import torch
 
 from eaglekit import __version__
 from eaglekit.api import Model
-from eaglekit.bench.lossless import first_difference, fresh_logits
+from eaglekit.bench.lossless import best_gap, first_difference, fresh_logits
 from eaglekit.bench.tasks import Task
 from eaglekit.core.stats import Stats
 from eaglekit.core.tree import TreeShape
@@ -70,6 +70,16 @@ class MethodResult:
     tokens: list[int] = field(default_factory=list)
     taus: list[float] = field(default_factory=list)
     ids: list[list[int]] = field(default_factory=list)
+    differences: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, got: Answer) -> None:
+        """Count an answer."""
+        self.ids.append(got.ids)
+        self.seconds.append(got.seconds)
+        self.tokens.append(len(got.ids))
+        if got.stats is not None:
+            self.stats.add(got.stats)
+            self.taus.append(got.stats.tau)
 
 
 @dataclass(frozen=True)
@@ -96,13 +106,11 @@ class Record:
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self.path = path
-        self.known: dict[tuple[str, str], Answer] = {}
+        self.known: dict[tuple[str, int], Answer] = {}
         if not path.exists() or not path.stat().st_size:
             path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
             return
         lines = path.read_text(encoding="utf-8").split("\n")
-        if lines[-1]:  # the last write was cut short
-            path.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
         try:
             header, *rows = [json.loads(line) for line in lines[:-1]]
             for row in rows:
@@ -112,11 +120,13 @@ class Record:
             raise InputError(f"--record {path}: not a record of a run ({e}); use another file") from None
         if header != settings:
             raise InputError(f"--record {path}: it is of a run with {header}, not {settings}; use another file")
+        if lines[-1]:  # the last write was cut short
+            path.write_text("\n".join(lines[:-1]) + "\n", encoding="utf-8")
 
-    def add(self, spec: MethodSpec, task: Task, got: Answer) -> None:
-        """Append an answer."""
+    def add(self, spec: MethodSpec, number: int, got: Answer) -> None:
+        """Append the answer to prompt `number` (from 0)."""
         stats = None if got.stats is None else asdict(got.stats)
-        row = {"method": spec.label, "prompt": task.id, "ids": got.ids, "seconds": got.seconds, "stats": stats}
+        row = {"method": spec.label, "prompt": number, "ids": got.ids, "seconds": got.seconds, "stats": stats}
         with self.path.open("a", encoding="utf-8") as f:
             f.write(json.dumps(row) + "\n")
 
@@ -151,17 +161,13 @@ def run(
     for number, task in enumerate(tasks):
         for i in range(len(results)):
             result = results[(i + number) % len(results)]
-            got = None if record is None else record.known.get((result.spec.label, task.id))
+            got = None if record is None else record.known.get((result.spec.label, number))
             if got is None:
                 got = answer(model, task.text, result.spec, max_new_tokens=max_new_tokens, seed=seed + number)
                 if record is not None:
-                    record.add(result.spec, task, got)
-            result.ids.append(got.ids)
-            result.seconds.append(got.seconds)
-            result.tokens.append(len(got.ids))
-            if got.stats is not None:
-                result.stats.add(got.stats)
-                result.taus.append(got.stats.tau)
+                    record.add(result.spec, number, got)
+            result.add(got)
+        _compare(model, task, results)
         yield results
 
 
@@ -186,9 +192,11 @@ def _stock(model: Model, prompt: list[int], spec: MethodSpec, max_new_tokens: in
     module = getattr(model.target, "model", None)
     if module is None:
         raise InputError("bench: method 'transformers' needs a target that is a stock transformers model")
+    own = model.defaults.sampling  # said outright: transformers would keep the 50 likeliest tokens if nothing is said
     sampling: dict[str, Any] = {"do_sample": False}
     if spec.temperature > 0:
-        sampling = {"do_sample": True, "temperature": spec.temperature}
+        kept = {"top_k": own.top_k, "top_p": own.top_p, "min_p": own.min_p or None}
+        sampling = {"do_sample": True, "temperature": spec.temperature, **kept}
     ids = torch.tensor([prompt], device=module.device)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -205,9 +213,7 @@ def _stock(model: Model, prompt: list[int], spec: MethodSpec, max_new_tokens: in
     return Answer(out[0, len(prompt) :].tolist(), seconds, None)
 
 
-def report(
-    model: Model, tasks: Sequence[Task], results: Sequence[MethodResult], settings: dict[str, Any]
-) -> dict[str, Any]:
+def report(model: Model, results: Sequence[MethodResult], settings: dict[str, Any]) -> dict[str, Any]:
     """All numbers, for JSON."""
     done = min(len(r.ids) for r in results)
     oracle = next((r for r in results if r.spec.temperature == 0), None)
@@ -223,7 +229,11 @@ def report(
         },
         "methods": {r.spec.label: _numbers(r, base) for r in results},
         "identity": {
-            r.spec.label: _identity(model, tasks, oracle, r)
+            r.spec.label: {
+                "identical": len(r.ids) - len(r.differences),
+                "of": len(r.ids),
+                "differences": r.differences,
+            }
             for r in results
             if oracle is not None and r is not oracle and r.spec.temperature == 0
         },
@@ -269,16 +279,15 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def _identity(model: Model, tasks: Sequence[Task], oracle: MethodResult, result: MethodResult) -> dict[str, Any]:
-    """How many prompts gave the oracle's ids, and the gap of the best two logits at each first difference."""
-    differences = []
-    for task, expected, got in zip(tasks, oracle.ids, result.ids, strict=False):
-        at = first_difference(expected, got)
+def _compare(model: Model, task: Task, results: Sequence[MethodResult]) -> None:
+    """Note where the newest greedy answers first differ from those of the first greedy method."""
+    greedy = [r for r in results if r.spec.temperature == 0]
+    for result in greedy[1:]:
+        expected = greedy[0].ids[-1]
+        at = first_difference(expected, result.ids[-1])
         if at is not None:
-            logits = fresh_logits(model.target)([*model.encode(task.text), *expected[:at]])
-            best = logits.float().topk(2).values
-            differences.append({"prompt": task.id, "token": at, "gap": round(float(best[0] - best[1]), 6)})
-    return {"identical": len(result.ids) - len(differences), "of": len(result.ids), "differences": differences}
+            gap = best_gap(model, model.encode(task.text), expected[:at], fresh_logits(model.target))
+            result.differences.append({"prompt": task.id, "token": at, "gap": round(gap, 6)})
 
 
 def machine() -> dict[str, Any]:

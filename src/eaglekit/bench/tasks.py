@@ -48,5 +48,6 @@ def _first_turn(row: dict[str, Any]) -> str | None:
     for key, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
         for message in row.get(key) or ():
             if isinstance(message, dict) and (message.get(role) or message.get("role")) in ("user", "human"):
-                return str(message.get(content) or message.get("content"))
+                text = message.get(content) or message.get("content")
+                return text if isinstance(text, str) else None
     return None

@@ -34,25 +34,23 @@ class RandomSource(Protocol):
 
 
 class GeneratorSource:
-    """Random decisions from a `torch.Generator`; the global generator is never used.
+    """Random decisions from a `torch.Generator` on the CPU, in float64; the global generator is never used.
 
-    Args:
-        generator: Its device must be the device of the probabilities.
+    Laws may lie on any device: the few rows that decisions need are brought over, so that a seed means the same on
+    every device, and devices without float64 will do.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
 
     @staticmethod
-    def seeded(seed: int, device: torch.device | str = "cpu") -> GeneratorSource:
+    def seeded(seed: int) -> GeneratorSource:
         """A source whose decisions follow from `seed`."""
-        return GeneratorSource(torch.Generator(device=device).manual_seed(seed))
+        return GeneratorSource(torch.Generator().manual_seed(seed))
 
     def accept(self, probability: float) -> bool:
         """See `RandomSource.accept`."""
-        device = self.generator.device
-        uniform = torch.rand((), dtype=torch.float64, device=device, generator=self.generator)
-        return uniform.item() < probability
+        return torch.rand((), dtype=torch.float64, generator=self.generator).item() < probability
 
     def draw(self, probs: Tensor) -> int:
         """See `RandomSource.draw`."""
@@ -67,5 +65,5 @@ class GeneratorSource:
 
     def _race(self, probs: Tensor) -> Tensor:
         """Keys p / Exp(1): their order, largest first, is the order of draws without replacement (Plackett-Luce)."""
-        wait = torch.empty_like(probs).exponential_(generator=self.generator)
-        return probs / wait.clamp_min_(torch.finfo(probs.dtype).tiny)
+        wait = torch.empty(probs.shape, dtype=torch.float64).exponential_(generator=self.generator)
+        return probs.to("cpu", torch.float64) / wait.clamp_min_(torch.finfo(torch.float64).tiny)

@@ -107,11 +107,14 @@ def verify_sampling(tree: DraftTree, law_at: Callable[[int], Tensor], source: Ra
     tokens: list[int] = []
     while True:
         node = nodes[-1]
-        p = law_at(node).double()
+        p = law_at(node).to("cpu", torch.float64)
         if not p.sum() > 0:  # also true of NaN
-            raise InputError("law: the processors leave no token that may come next; expected at least one")
+            raise InputError(
+                "law: no token may come next: the processors ban them all, or the logits are not numbers (a model that "
+                "overflows in half precision; try float32)"
+            )
         q = tree.law_of_children(node)
-        q = None if q is None else q.double()
+        q = None if q is None else q.to("cpu", torch.float64)
         accepted = None
         for child in tree.shape.children[node]:
             token = drafts[child]

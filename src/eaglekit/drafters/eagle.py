@@ -19,6 +19,7 @@ from torch import Tensor
 
 from eaglekit.core.tree import DraftTree, TreeShape
 from eaglekit.engine.drafter import Context, Observed
+from eaglekit.models.checkpoint import check_fit
 from eaglekit.models.head import EagleHead, HeadCache
 from eaglekit.models.target import Target
 
@@ -35,6 +36,9 @@ class EagleDrafter:
         sampled: Whether drafts are drawn at random when tokens are; False proposes the most probable ones always, each
             with probability one. Both are exact.
         readout: Logits [..., Vd] over the head's draft vocabulary; None makes it, which copies part of a matrix.
+
+    Raises:
+        HeadError: the head was made for another width or vocabulary.
     """
 
     layers: tuple[int, ...] = ()
@@ -48,6 +52,7 @@ class EagleDrafter:
         sampled: bool = True,
         readout: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
+        check_fit(head.config, target.info)
         self.head = head
         self.target = target
         self.shape = shape
@@ -78,7 +83,8 @@ class EagleState:
         self._device = head.fc.weight.device
         self._cache = HeadCache(head.config, batch, max_length, head.dtype, self._device)
         self._pending: list[Observed | None] = [None] * batch
-        self._last: list[Tensor | None] = [None] * batch  # the head's output [H] behind each row's last pair
+        # [B, H]: the head's output behind each row's last pair.
+        self._last = torch.zeros(batch, head.config.hidden_size, dtype=head.dtype, device=self._device)
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[Context]) -> list[DraftTree]:
@@ -88,7 +94,7 @@ class EagleState:
             return [DraftTree.root_only(c.ids[-1]) for c in contexts]
         self.read_pending()
         grower = _Grower(self._drafter, shape, contexts)
-        features = torch.stack([f for f in self._last if f is not None])[:, None]
+        features = self._last[:, None]
         levels = shape.levels()
         inner = [n for level in levels for n in level if shape.children[n]]
         mask = shape.mask[inner][:, inner][:, 1:].to(features.device)
@@ -103,7 +109,8 @@ class EagleState:
 
     def commit(self, observed: Sequence[Observed]) -> None:
         """See `DrafterState.commit`."""
-        self._pending = [_joined(old, new) for old, new in zip(self._pending, observed, strict=True)]
+        pairs = zip(self._pending, observed, strict=True)
+        self._pending = [new if old is None else old.then(new) for old, new in pairs]
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """See `DrafterState.truncate`."""
@@ -142,9 +149,8 @@ class EagleState:
         positions = starts[:, None] + torch.arange(width, device=device)
         out = drafter.head(drafter.target.embed(tokens).to(features.dtype), features, positions, None, self._cache)
         self._cache.advance(counts)
-        for row, count in enumerate(counts):
-            if count:
-                self._last[row] = out[row, count - 1]
+        rows = [row for row, count in enumerate(counts) if count]
+        self._last[rows] = out[rows, [counts[row] - 1 for row in rows]]
 
     def _read_drafts(
         self, grower: _Grower, nodes: list[int], features: Tensor, depth: int, mask: Tensor, read: int
@@ -221,7 +227,7 @@ class _Grower:
                 self._laws[row].append(probs)
                 chosen = context.source.draw_distinct(probs, widest)
             if ids is not None:
-                chosen = torch.where(chosen >= 0, ids[chosen], -1)
+                chosen = torch.where(chosen >= 0, ids.to(chosen.device)[chosen], -1)
             self._place_children(row, nodes, chosen.tolist())
 
     def _over_all(self, values: Tensor, rest: float) -> Tensor:
@@ -258,9 +264,3 @@ class _Grower:
             return DraftTree(chosen, shape)
         rows = tuple(self._law_row.get(n, -1) if depths[n] < limit else -1 for n in keep)
         return DraftTree(chosen, shape, self._over_all(torch.cat(self._laws[row]), 0.0), rows)
-
-
-def _joined(old: Observed | None, new: Observed) -> Observed:
-    if old is None:
-        return new
-    return Observed(torch.cat((old.tokens, new.tokens)), torch.cat((old.features, new.features)))

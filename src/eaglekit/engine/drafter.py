@@ -49,6 +49,11 @@ class Observed:
     features: Tensor
     layers: Mapping[int, Tensor] = field(default_factory=dict)
 
+    def then(self, later: Observed) -> Observed:
+        """These, followed by what was observed later."""
+        layers = {k: torch.cat((v, later.layers[k])) for k, v in self.layers.items()}
+        return Observed(torch.cat((self.tokens, later.tokens)), torch.cat((self.features, later.features)), layers)
+
     def part(self, start: int, end: int) -> Observed:
         """What belongs to the tokens from `start` to `end`."""
         layers = {k: v[start:end] for k, v in self.layers.items()}

@@ -15,7 +15,7 @@ from typing import Literal
 
 from eaglekit.errors import InputError
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "closed"]
 Decode = Callable[[list[int]], str]
 """Token ids -> text, without special tokens."""
 

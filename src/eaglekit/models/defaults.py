@@ -29,6 +29,8 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "constraints": (),
     "force_words_ids": (),
     "token_healing": (False,),
+    "remove_invalid_values": (False,),
+    "cache_implementation": ("dynamic", "static"),
     "max_time": (),
 }
 
