@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -13,7 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import tiny
+from eaglekit import cli
 from eaglekit.cli import app
+from eaglekit.train.options import SynthesisOptions, TrainOptions
 
 
 @pytest.fixture(scope="module")
@@ -195,6 +198,10 @@ def test_a_stopped_bench_goes_on_from_its_record(where: list[str], tmp_path: Pat
     assert second["identity"]["eagle:chain:2"]["identical"] == 2
     code, _, err = run(*args[:-3], "9", "--record", str(record), "--method", "plain")
     assert code == 2 and "use another file" in err
+    before = prompts.read_bytes()
+    prompts.write_bytes(before[:-1])  # not a record, and without a last newline: refused, and left as it is
+    code, _, err = run("bench", "--prompts", str(prompts), *where, "--record", str(prompts))
+    assert code == 2 and "use another file" in err and prompts.read_bytes() == before[:-1]
 
 
 @pytest.mark.parametrize(
@@ -248,12 +255,22 @@ def test_train_makes_a_head_that_generate_uses(where: list[str], tmp_path: Path)
     folder = tmp_path / "head"
     args = ["train", *where[:2], "--data", str(data), "--output", str(folder)]
     short = ["--max-new-tokens", "12", "--epochs", "1", "--batch-tokens", "256", "--vocabulary", "64", "--heldout", "2"]
-    code, out, err = run(*args, *short)
+    code, out, err = run(*args, *short, "--no-linear-start")
     assert code == 0 and "τ on held-out answers" in out, err
+    options = json.loads((folder / "config.json").read_text())["eaglekit"]["training"]["options"]
+    assert (options["linear_start"], options["learning_rate"]) == (False, TrainOptions().learning_rate)
     code, out, _ = run(
         "generate", "hello", *where[:2], "--head", str(folder), "--max-new-tokens", "8", "--compare", "--json"
     )
     assert code == 0 and json.loads(out)["plain"]["identical"] is True
+
+
+def test_defaults_of_train_are_those_of_the_library() -> None:
+    given = inspect.signature(cli.train).parameters
+    own = {**vars(SynthesisOptions()), **vars(TrainOptions())}
+    shared = own.keys() & given.keys()
+    assert {"learning_rate", "linear_start", "max_new_tokens", "seed"} < shared
+    assert {name: given[name].default for name in shared} == {name: own[name] for name in shared}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from eaglekit.errors import HeadError, InputError
 from eaglekit.models.head import EagleHead, HeadCache, HeadConfig, rope_frequencies
-from eaglekit.models.target import TargetInfo
+from families import FAMILIES, shared_model
 
 CONFIG = HeadConfig(
     hidden_size=24, embedding_size=16, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=40,
@@ -209,7 +209,7 @@ def test_rope_scaling_is_that_of_transformers() -> None:
 
 
 def test_for_target() -> None:
-    from transformers import LlamaConfig
+    from transformers import GPT2Config, LlamaConfig
 
     llama = LlamaConfig(
         hidden_size=48, intermediate_size=96, num_attention_heads=6, num_key_value_heads=2, vocab_size=70,
@@ -218,10 +218,47 @@ def test_for_target() -> None:
     config = HeadConfig.for_target(llama, num_hidden_layers=2)
     assert (config.hidden_size, config.head_dim, config.num_key_value_heads) == (48, 8, 2)
     assert (config.rope_theta, config.rope_scaling, config.num_hidden_layers) == (5e4, None, 2)
-    info = TargetInfo("t", "llama", 256, 128, 70, 4, 512, torch.float32, torch.device("cpu"))
-    config = HeadConfig.for_target(info)
-    assert (config.hidden_size, config.embedding_size, config.num_attention_heads) == (256, 128, 4)
-    EagleHead(config)
+    scaled = LlamaConfig(
+        hidden_size=48, num_attention_heads=6, rope_parameters={"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}
+    )
+    assert HeadConfig.for_target(scaled).rope_scaling == {"rope_type": "linear", "factor": 2.0}
+    assert HeadConfig.for_target(GPT2Config(n_embd=45, n_head=5)).head_dim == 10  # even, for RoPE
+
+
+def new_head_runs(config: HeadConfig) -> None:
+    head = EagleHead(config).eval().requires_grad_(False)
+    y = head(torch.ones(1, 5, config.embedding_size), torch.ones(1, 5, config.hidden_size), torch.arange(5)[None])
+    assert y.shape == (1, 5, config.hidden_size) and bool(torch.isfinite(y).all())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_head(family: str) -> None:
+    new_head_runs(HeadConfig.for_target(shared_model(family).config, embedding_size=20))
+
+
+def test_a_scaling_of_parts_of_heads_becomes_plain_rope() -> None:
+    from transformers import Phi3Config
+
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [2.0] * 6,
+        "original_max_position_embeddings": 32, "partial_rotary_factor": 0.75,
+    }  # fmt: skip
+    target = Phi3Config(
+        vocab_size=50, hidden_size=64, num_attention_heads=4, num_key_value_heads=4, intermediate_size=96,
+        pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=32, max_position_embeddings=128,
+    )  # fmt: skip
+    config = HeadConfig.for_target(target)
+    assert (config.head_dim, config.rope_scaling) == (16, None)
+    new_head_runs(config)
+
+
+def test_a_head_for_a_target_without_a_gated_mlp() -> None:
+    from transformers import GPT2Config, OPTConfig
+
+    assert HeadConfig.for_target(GPT2Config(n_embd=48, n_head=4)).intermediate_size == 128
+    assert HeadConfig.for_target(GPT2Config(n_embd=48, n_head=4, n_inner=70)).intermediate_size == 70
+    config = HeadConfig.for_target(OPTConfig(hidden_size=48, num_attention_heads=4, ffn_dim=64))
+    assert (config.intermediate_size, config.hidden_act) == (64, "relu")
 
 
 @pytest.mark.parametrize(

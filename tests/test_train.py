@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ import torch
 from torch import Tensor
 
 from eaglekit.core.tree import TreeShape
-from eaglekit.errors import DataError, HeadError, InputError
-from eaglekit.models.checkpoint import load_head, read_config
+from eaglekit.errors import DataError, HeadError, InputError, UnsupportedModelError
+from eaglekit.models.checkpoint import load_head, read_config, save_head
 from eaglekit.models.head import EagleHead, HeadCache, HeadConfig
+from eaglekit.models.hf import HFTarget
 from eaglekit.train.batch_llama import BatchLlama
 from eaglekit.train.dataset import Dialogue, encode_dialogue, encode_prompt, read_conversations
 from eaglekit.train.evaluate import simulate, standard_shapes
@@ -32,10 +34,12 @@ from eaglekit.train.objective import (
     step_masks,
     unroll,
 )
-from eaglekit.train.pipeline import train_head
+from eaglekit.train.options import SynthesisOptions, TrainOptions
+from eaglekit.train.pipeline import read_readout, train_head
 from eaglekit.train.start import linear_start
-from eaglekit.train.synthesize import SynthesisOptions, read_dialogues, synthesize
-from eaglekit.train.trainer import TrainOptions, collate, plan_epoch, split_rows, train
+from eaglekit.train.synthesize import read_dialogues, synthesize
+from eaglekit.train.trainer import collate, plan_epoch, split_rows, train
+from families import new_model
 from tiny import llama, tokenizer
 
 VOCAB, WIDTH = 40, 16
@@ -79,7 +83,6 @@ def test_the_true_feature_has_no_regression_loss_and_the_targets_entropy() -> No
     features = random(9, WIDTH)
     law = TargetLaw.of(features, READOUT)
     entropy = torch.distributions.Categorical(logits=features @ READOUT.T).entropy()
-    torch.testing.assert_close(law.entropies, entropy, rtol=1e-4, atol=1e-5)
     assert float(regression_loss(features, features, 2.0)) == 0.0
     torch.testing.assert_close(classification_loss(features, law), entropy.mean(), rtol=1e-4, atol=1e-5)
 
@@ -104,6 +107,14 @@ def test_noise_is_uniform_and_seeded() -> None:
     assert float(noise.abs().max()) <= 0.1
     assert abs(float(noise.std()) - 0.1 / 3**0.5) < 1e-3
     assert torch.equal(noise, add_noise(zeros, 0.1, torch.Generator().manual_seed(0)))
+    elsewhere = add_noise(zeros.to("meta"), 0.1, torch.Generator().manual_seed(0))  # drawn on the CPU, then moved
+    assert elsewhere.device.type == "meta"
+
+
+def test_every_tensor_of_a_batch_moves() -> None:
+    moved = new_batch().to("meta")
+    assert len(vars(moved)) == 5
+    assert {t.device.type for t in vars(moved).values()} == {"meta"}
 
 
 def losses_and_gradient(batch: Batch) -> tuple[float, Tensor]:
@@ -344,6 +355,31 @@ def test_answers_resume_where_they_stopped(tmp_path: Path, fast: bool, monkeypat
         list(read_dialogues(path))
 
 
+def test_an_answer_is_written_before_its_features(tmp_path: Path) -> None:
+    path, seen = tmp_path / "a.jsonl", []
+
+    def sink(dialogue: Dialogue, features: Tensor) -> None:
+        assert dialogue.ids in [[*prompt, *answer] for prompt, answer, _ in read_dialogues(path)]
+        assert features.shape == (len(dialogue.ids) - 1, 32)
+        seen.append(dialogue.ids)
+
+    options = SynthesisOptions(max_new_tokens=6, batch_size=2)
+    prompts = [[i + 1, i + 2] for i in range(9)]
+    synthesize(llama().eval(), prompts, path, eos_ids=[256], pad_id=0, options=options, on_features=sink)
+    assert seen == [[*prompt, *answer] for prompt, answer, _ in read_dialogues(path)]
+    assert len(seen) == 9
+
+
+def test_a_store_of_another_width_is_not_filled_up(tmp_path: Path) -> None:
+    writer = FeatureWriter(tmp_path, 8)
+    writer.append(Dialogue([1, 2, 3], [(1, 3)], True), random(2, 8))
+    writer.close()
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with pytest.raises(DataError, match=r"features\.bin: 32 bytes, shorter than the 64"):
+        FeatureWriter(tmp_path, 16)
+    assert before == {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+
 def test_features_are_stored_and_cut_off_writes_repaired(tmp_path: Path) -> None:
     model = llama().eval()
     dialogues = [Dialogue(list(range(5 + i)), [(2, 5 + i)], i == 0) for i in range(3)]
@@ -397,7 +433,8 @@ def new_store(path: Path) -> FeatureStore:
 
 def run(store: FeatureStore, output: Path, options: TrainOptions = OPTIONS, **arguments: Any) -> tuple[EagleHead, Any]:
     head = EagleHead(CONFIG, torch.Generator().manual_seed(1))
-    result = train(head, [store], EMBEDDING, READOUT, output, options=options, metadata={"target": "t"}, **arguments)
+    arguments = {"metadata": {"target": "t"}, **arguments}
+    result = train(head, [store], EMBEDDING, READOUT, output, options=options, **arguments)
     return head, result
 
 
@@ -440,8 +477,10 @@ def test_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> None
     assert (again.best, again.best_step, again.tokens) == (result.best, result.best_step, result.tokens)
     files = [(tmp_path / d / "model.safetensors").read_bytes() for d in "ab"]
     assert files[0] == files[1]
-    with pytest.raises(HeadError, match="other options or data"):
+    with pytest.raises(HeadError, match="another target, options or data"):
         run(store, tmp_path / "b", replace(OPTIONS, clip=1.0), resume=True)
+    with pytest.raises(HeadError, match="another target, options or data"):
+        run(store, tmp_path / "b", resume=True, metadata={"target": "u"})
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -483,25 +522,138 @@ def test_nothing_to_judge_by_is_an_error(tmp_path: Path) -> None:
         split_rows([FeatureStore(tmp_path, WIDTH)], 2, 0)
 
 
-def test_from_text_to_a_head(tmp_path: Path) -> None:
-    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
-    file = lines(tmp_path / "p.jsonl", *({"turns": [f"say {i}"]} for i in range(16)), {"conversations": talk})
-    model = llama().eval()
-    weights = {n: t.clone() for n, t in model.state_dict().items()}
-    arguments: dict[str, Any] = {
-        "target_name": "tiny",
-        "files": [file],
-        "output": tmp_path / "out",
-        "options": replace(OPTIONS, batch_tokens=120, bfloat16=True),
-        "synthesis": SynthesisOptions(max_new_tokens=12, batch_size=4),
-        "answers": 12,
-    }
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("linear", [True, False])
+def test_training_runs_on_the_device_of_the_target(tmp_path: Path, linear: bool) -> None:
+    store = new_store(tmp_path / "f")
+    options = replace(OPTIONS, linear_start=linear)
     said: list[str] = []
-    result = train_head(model, tokenizer(), progress=said.append, **arguments)
-    assert len(read_index(tmp_path / "out" / "data" / "features")) == 13
+    here, result = run(store, tmp_path / "a", options, progress=said.append)
+    head = EagleHead(CONFIG, torch.Generator().manual_seed(1))
+    tables = EMBEDDING.cuda(), READOUT.cuda()
+    there = train(head, [store], *tables, tmp_path / "b", options=options, progress=said.append)
+    assert head.fc.weight.is_cuda
+    assert there.steps == result.steps
+    for x, y in zip(here.parameters(), head.parameters(), strict=True):
+        torch.testing.assert_close(x, y.cpu(), rtol=1e-2, atol=1e-3)
+    # A checkpoint can be gone on with elsewhere.
+    resumed, _ = run(store, tmp_path / "b", options, resume=True, progress=said.append, metadata=None)
+    assert all(torch.equal(x, y.cpu()) for x, y in zip(resumed.parameters(), head.parameters(), strict=True))
+
+
+# --- from text to a head
+
+
+class Job:
+    """A small training job in `folder`; each call of `run` may change something."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
+        talks = [[{**m, "content": m["content"] * n} for m in talk] for n in (1, 2, 3)]
+        self.rows = [*({"turns": [f"say {i}"]} for i in range(16)), *({"conversations": t} for t in talks)]
+        self.arguments: dict[str, Any] = {
+            "target_name": "tiny",
+            "files": [lines(folder / "p.jsonl", *self.rows)],
+            "output": folder / "out",
+            "options": replace(OPTIONS, epochs=1.0, batch_tokens=120, bfloat16=True),
+            "synthesis": SynthesisOptions(max_new_tokens=12, batch_size=4),
+            "answers": 12,
+            "progress": lambda s: None,
+        }
+        self.store = folder / "out" / "data" / "features"
+
+    def run(self, model: Any = None, **changes: Any) -> Any:
+        target = HFTarget(llama() if model is None else model, "tiny")
+        return train_head(target, tokenizer(), **{**self.arguments, **changes})
+
+
+def test_from_text_to_a_head(tmp_path: Path) -> None:
+    job, model = Job(tmp_path), llama()
+    weights = {n: t.clone() for n, t in model.state_dict().items()}
+    result = job.run(model)
+    assert len(read_index(job.store)) == 15
     head = load_head(tmp_path / "out")
     assert (head.config.hidden_size, head.config.vocab_size) == (32, 260)
     assert all(torch.equal(weights[n], t) for n, t in model.state_dict().items())
-    again = train_head(model, tokenizer(), progress=lambda s: None, resume=True, **arguments)
+    again = job.run(resume=True)
     assert (again.best, again.steps) == (result.best, result.steps)
-    assert len(read_index(tmp_path / "out" / "data" / "features")) == 13
+    assert len(read_index(job.store)) == 15
+
+
+def test_data_of_another_call_is_refused(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    job.run()
+    tuned = llama()
+    with torch.no_grad():
+        tuned.model.layers[1].mlp.up_proj.weight.add_(0.1)
+    other = lines(tmp_path / "q.jsonl", *job.rows[1:])
+    synthesis: SynthesisOptions = job.arguments["synthesis"]
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"model": llama(hidden_size=64)}, "hidden size 32 there, 64 now"),
+        ({"model": tuned}, "weights"),
+        ({"target_name": "huge"}, "target tiny there, huge now"),
+        ({"files": [other]}, "data files, tokens of the data"),
+        ({"synthesis": replace(synthesis, max_new_tokens=9)}, "max_new_tokens 12 there, 9 now"),
+        ({"synthesis": replace(synthesis, seed=1)}, "seed 0 there, 1 now"),
+    ]
+    before = {f: f.read_bytes() for f in (tmp_path / "out" / "data").rglob("*") if f.is_file()}
+    for changes, said in refused:
+        with pytest.raises(DataError, match=rf"\({said}.*\); use another --output, or delete .*data$"):
+            job.run(**changes)
+    assert before == {f: f.read_bytes() for f in (tmp_path / "out" / "data").rglob("*") if f.is_file()}
+    (tmp_path / "out" / "data" / "source.json").unlink()
+    with pytest.raises(DataError, match=r"source\.json is missing"):
+        job.run()
+    shutil.rmtree(tmp_path / "out" / "data")
+    job.run(files=[other])
+
+
+def test_a_head_is_trained_on_what_its_call_asks_for(tmp_path: Path) -> None:
+    job, fresh = Job(tmp_path), Job(tmp_path)
+    small = {"answers": 8, "given_tokens": 1}
+    wanted = fresh.run(output=tmp_path / "other", **small)
+    job.run()
+    assert len(read_index(job.store)) == 15
+    less = job.run(**small)
+    assert (less.data_tokens, less.steps, less.best) == (wanted.data_tokens, wanted.steps, wanted.best)
+    assert job.run().data_tokens > less.data_tokens
+
+
+def test_a_dialogue_that_occurs_twice_is_trained_on_once(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    said: list[str] = []
+    job.run(files=[lines(tmp_path / "q.jsonl", *job.rows, *job.rows)], answers=None, progress=said.append)
+    unique = len(FeatureStore(job.store, 32).by_tokens())
+    assert unique < len(read_index(job.store))  # greedy answers to the same prompt
+    counts = next(line for line in said if "held out" in line).split()
+    assert int(counts[0]) + int(counts[6]) == unique, counts
+
+
+def test_a_head_to_start_from_must_fit(tmp_path: Path) -> None:
+    job = Job(tmp_path)
+    save_head(EagleHead(CONFIG), tmp_path / "head", metadata={})
+    with pytest.raises(HeadError, match="features 16 against 32; embeddings 16 against 32; vocabulary 40 against 260"):
+        job.run(init=tmp_path / "head")
+    assert not job.store.exists()
+
+
+@pytest.mark.parametrize(
+    ("family", "capped"), [("llama", False), ("granite", False), ("cohere", False), ("opt", False), ("gemma2", True)]
+)
+def test_the_training_law_is_the_targets(family: str, capped: bool) -> None:
+    target, said = HFTarget(new_model(family), family), []
+    readout = read_readout(target, said.append)
+    assert ["soft-caps" in line for line in said] == [True] * capped
+    features = random(6, target.info.hidden_size) * (0.01 if capped else 1.0)
+    torch.testing.assert_close(features @ readout.T, target.lm_head(features), rtol=1e-3, atol=1e-4)
+    if family == "llama":
+        assert torch.equal(readout, target.model.lm_head.weight)
+
+
+def test_an_output_matrix_with_a_bias_is_refused(tmp_path: Path) -> None:
+    model = llama()
+    model.lm_head = torch.nn.Linear(32, 260)
+    with pytest.raises(UnsupportedModelError, match="not a plain matrix"):
+        Job(tmp_path).run(model)

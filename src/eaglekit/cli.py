@@ -18,6 +18,7 @@ import typer
 
 from eaglekit import __version__
 from eaglekit.errors import EaglekitError, InputError
+from eaglekit.train.options import SynthesisOptions, TrainOptions
 
 if TYPE_CHECKING:
     from eaglekit.api import Generation, Model, Stream
@@ -442,19 +443,40 @@ def train(
         int | None, typer.Option(min=1, help="Prompts that the target answers, in the seed's order. Default: all.")
     ] = None,
     given_tokens: Annotated[int, typer.Option(min=0, help="Tokens of given dialogues used; 0 for all.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Limit of the target's answers, tokens.")] = 256,
-    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = 3.0,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Limit of the target's answers, tokens.")
+    ] = SynthesisOptions.max_new_tokens,
+    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = TrainOptions.epochs,
     learning_rate: Annotated[
         float, typer.Option(help="Peak rate; 3e-5 is the paper's, for widths of 4096 and more.")
-    ] = 2e-3,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = 4096,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Steps until the rate is at its peak.")] = 40,
-    final_rate: Annotated[float, typer.Option(min=0, max=1, help="Share of the peak that is left at the end.")] = 0.02,
-    vocabulary: Annotated[int, typer.Option(help="Tokens that the head may draft: the most frequent ones.")] = 8192,
-    heldout: Annotated[int, typer.Option(help="Greedy answers set aside to judge the head by.")] = 48,
+    ] = TrainOptions.learning_rate,
+    batch_tokens: Annotated[
+        int, typer.Option(help="Tokens per optimizer step, padding included.")
+    ] = TrainOptions.batch_tokens,
+    warmup_steps: Annotated[
+        int, typer.Option(min=0, help="Steps until the rate is at its peak.")
+    ] = TrainOptions.warmup_steps,
+    final_rate: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of the peak that is left at the end.")
+    ] = TrainOptions.final_rate,
+    vocabulary: Annotated[
+        int, typer.Option(help="Tokens that the head may draft: the most frequent ones.")
+    ] = TrainOptions.vocabulary,
+    heldout: Annotated[
+        int, typer.Option(help="Greedy answers set aside to judge the head by, one dialogue in ten at most.")
+    ] = TrainOptions.heldout,
+    linear_start: Annotated[
+        bool,
+        typer.Option(
+            "--linear-start/--no-linear-start",
+            help="Fit the input layer of a new head by least squares first; never with --init.",
+        ),
+    ] = TrainOptions.linear_start,
     init: Annotated[Path | None, typer.Option(help="Start from this head instead of random weights.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted training.")] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the data's order, the noise and the weights.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Of the answers, the data's order, the noise and the weights.")
+    ] = TrainOptions.seed,
     device: Device = "auto",
     dtype: Dtype = "auto",
 ) -> None:
@@ -462,8 +484,6 @@ def train(
     from eaglekit.models import builtin, gguf_files
     from eaglekit.models.load import load_hf
     from eaglekit.train.pipeline import train_head
-    from eaglekit.train.synthesize import SynthesisOptions
-    from eaglekit.train.trainer import TrainOptions
 
     options = TrainOptions(
         epochs=epochs,
@@ -473,6 +493,7 @@ def train(
         final_rate=final_rate,
         vocabulary=vocabulary,
         heldout=heldout,
+        linear_start=linear_start,
         seed=seed,
     )
     path: str | Path = target or builtin.fetch()
@@ -482,7 +503,7 @@ def train(
     if tokenizer is None:
         raise InputError(f"train: {path} has no tokenizer, so text cannot be read; add its tokenizer files")
     result = train_head(
-        loaded.model,
+        loaded,
         tokenizer,
         target_name=Path(str(path)).name,
         files=data,

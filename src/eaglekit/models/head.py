@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eaglekit.errors import HeadError, InputError
-from eaglekit.models.target import TargetInfo
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -93,51 +92,48 @@ class HeadConfig:
             )
 
     @staticmethod
-    def for_target(target: Any, **overrides: Any) -> HeadConfig:
-        """The paper's head for a target: one layer of the target's own shape.
+    def for_target(config: Any, **overrides: Any) -> HeadConfig:
+        """The paper's head for a target: one layer of the target's own shape, as far as a head can have it.
+
+        A head always has a gated MLP and RoPE over whole heads: where the target has no such thing, or rotates parts of
+        its heads only, the head gets Llama's.
 
         Args:
-            target: A `TargetInfo`, or a transformers configuration, whose attention and MLP shape is then taken over.
+            config: The target's transformers configuration.
             **overrides: Fields to set otherwise.
         """
-        if isinstance(target, TargetInfo):
-            heads = max(1, target.hidden_size // 64)
-            config = HeadConfig(
-                hidden_size=target.hidden_size,
-                embedding_size=target.embedding_size,
-                num_attention_heads=heads,
-                num_key_value_heads=heads,
-                head_dim=max(2, target.hidden_size // heads // 2 * 2),
-                intermediate_size=max(1, target.hidden_size * 8 // 3),
-                vocab_size=target.vocab_size,
-                max_position_embeddings=target.max_length,
-            )
-            return replace(config, **overrides)
-        text = target.get_text_config() if hasattr(target, "get_text_config") else target
+        text = config.get_text_config(decoder=True)
+
+        def first(*names: str, default: Any) -> Any:
+            return next((v for v in (getattr(text, name, None) for name in names) if v), default)
+
         rope = dict(getattr(text, "rope_parameters", None) or {})
         if any(isinstance(v, Mapping) for v in rope.values()):  # one set per layer type: take full attention's
             rope = dict(rope.get("full_attention") or next(iter(rope.values())))
-        theta = rope.pop("rope_theta", None) or getattr(text, "rope_theta", None) or 10000.0
+        theta = rope.pop("rope_theta", None) or first("rope_theta", default=10000.0)
+        part = rope.pop("partial_rotary_factor", None) or first("partial_rotary_factor", default=1.0)
         scaling = rope or getattr(text, "rope_scaling", None)
-        if scaling is not None and _rope_type(scaling) == "default":
+        if scaling is not None and (_rope_type(scaling) == "default" or part != 1.0):
             scaling = None
-        act = getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", None) or "silu"
+        act = first("hidden_act", "hidden_activation", "activation_function", default="silu")
         heads = text.num_attention_heads
-        config = HeadConfig(
+        groups = first("num_key_value_heads", default=heads)
+        dim = first("head_dim", default=max(1, text.hidden_size // heads))
+        made = HeadConfig(
             hidden_size=text.hidden_size,
             embedding_size=text.hidden_size,
             num_attention_heads=heads,
-            num_key_value_heads=getattr(text, "num_key_value_heads", None) or heads,
-            head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-            intermediate_size=text.intermediate_size,
+            num_key_value_heads=heads if heads % groups else groups,
+            head_dim=dim + dim % 2,
+            intermediate_size=first("intermediate_size", "n_inner", "ffn_dim", default=text.hidden_size * 8 // 3),
             vocab_size=text.vocab_size,
             hidden_act=act if act in ACTIVATIONS else "silu",
-            rms_norm_eps=float(getattr(text, "rms_norm_eps", 1e-5)),
+            rms_norm_eps=float(first("rms_norm_eps", default=1e-5)),
             rope_theta=float(theta),
             rope_scaling=scaling,
-            max_position_embeddings=getattr(text, "max_position_embeddings", 2048),
+            max_position_embeddings=first("max_position_embeddings", default=2048),
         )
-        return replace(config, **overrides)
+        return replace(made, **overrides)
 
 
 def _rope_type(scaling: Mapping[str, Any]) -> str:

@@ -57,6 +57,13 @@ def read_conversations(path: Path) -> list[list[Message]]:
     return conversations
 
 
+def drop_torn_line(path: Path) -> None:
+    """Cut off what follows the last line feed of a file that is only appended to: a kill left it there."""
+    if path.exists():
+        with path.open("rb+") as f:
+            f.truncate(f.read().rfind(b"\n") + 1)
+
+
 def _is_message(message: Any) -> bool:
     return (
         isinstance(message, dict)

@@ -54,8 +54,8 @@ def simulate(
 
     Args:
         head: The head; put into evaluation mode, and back into the mode it was in.
-        examples: Greedy continuations.
-        embedding: [vocabulary, E], the target's embeddings.
+        examples: Greedy continuations, on the CPU.
+        embedding: [vocabulary, E], the target's embeddings, on the head's device.
         readout: [V, H], the target's whole `lm_head`.
         shapes: The trees to measure.
     """
@@ -71,7 +71,8 @@ def simulate(
     banned = banned.to(readout.device)
     for ids, features, start in examples:
         length = len(ids) - 2
-        outputs = unroll(head, embedding[ids[1:-1]][None].to(head.dtype), features[None, :length].to(head.dtype), depth)
+        inputs = embedding[ids[1:-1].to(embedding.device)], features[:length].to(embedding.device)
+        outputs = unroll(head, inputs[0][None].to(head.dtype), inputs[1][None].to(head.dtype), depth)
         ranks = _ranks([y[0] for y in outputs], ids[2:], readout, start - 1, width, banned)
         for root in range(start - 1, length):
             for s in range(min(depth, length - root)):

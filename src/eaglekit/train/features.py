@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from eaglekit.errors import DataError
+from eaglekit.jsonl import read_lines
 from eaglekit.train.batch_llama import BatchLlama, supports
-from eaglekit.train.dataset import Dialogue
+from eaglekit.train.dataset import Dialogue, drop_torn_line
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,15 @@ def read_index(path: Path) -> list[StoredDialogue]:
     """The complete dialogues of the store at `path`; none when there is no store.
 
     Raises:
-        DataError: a line of the index is not one.
+        DataError: see `read_lines`; or a line of the index is not one.
     """
     index = path / "index.jsonl"
     if not index.exists():
         return []
     rows: list[StoredDialogue] = []
     start = 0
-    for number, line in enumerate(index.read_text(encoding="utf-8").split("\n")[:-1], 1):
+    for number, row in read_lines(index):
         try:
-            row = json.loads(line)
             spans = tuple((int(a), int(b)) for a, b in row["spans"])
             rows.append(StoredDialogue(start, start - len(rows), int(row["tokens"]), spans, bool(row["greedy"])))
         except (ValueError, KeyError, TypeError) as e:
@@ -66,27 +66,42 @@ def read_index(path: Path) -> list[StoredDialogue]:
     return rows
 
 
+def _check_sizes(path: Path, rows: Sequence[StoredDialogue], hidden_size: int) -> dict[str, int]:
+    """Bytes that `rows` take in each file; a file may be longer, by a dialogue that was not written to its end.
+
+    Raises:
+        DataError: a file is shorter.
+    """
+    tokens = sum(row.length for row in rows)
+    sizes = {"tokens.bin": tokens * 4, "features.bin": (tokens - len(rows)) * hidden_size * 2}
+    for name, size in sizes.items():
+        file = path / name
+        found = file.stat().st_size if file.exists() else 0
+        if found < size:
+            raise DataError(f"{file}: {found} bytes, shorter than the {size} that the index needs; delete {path}")
+    return sizes
+
+
 class FeatureWriter:
     """Appends dialogues to a store."""
 
     def __init__(self, path: Path, hidden_size: int) -> None:
-        """Open or create the store at `path`; a dialogue that was not written to its end is cut off."""
+        """Open or create the store at `path`; a dialogue that was not written to its end is cut off.
+
+        Raises:
+            DataError: the index is wrong, or a file is shorter than the index says.
+        """
         path.mkdir(parents=True, exist_ok=True)
         self.hidden_size = hidden_size
+        drop_torn_line(path / "index.jsonl")
         rows = read_index(path)
         self.count = len(rows)
-        tokens = sum(row.length for row in rows)
+        sizes = _check_sizes(path, rows, hidden_size)
         self._files = []
-        for name, size in (
-            ("features.bin", (tokens - self.count) * hidden_size * 2),
-            ("tokens.bin", tokens * 4),
-            ("index.jsonl", None),
-        ):
+        for name in ("features.bin", "tokens.bin", "index.jsonl"):
             f = (path / name).open("ab")
-            if size is None:
-                text = (path / name).read_bytes()
-                size = text.rfind(b"\n") + 1
-            f.truncate(size)
+            if name in sizes:
+                f.truncate(sizes[name])
             self._files.append(f)
 
     def append(self, dialogue: Dialogue, features: Tensor) -> None:
@@ -127,15 +142,18 @@ class FeatureStore:
         self.dialogues = read_index(path)
         if not self.dialogues:
             raise DataError(f"{path}: no training dialogues; nothing to train on")
+        _check_sizes(path, self.dialogues, hidden_size)
         tokens = sum(row.length for row in self.dialogues)
-        rows = tokens - len(self.dialogues)
-        for name, size in (("tokens.bin", tokens * 4), ("features.bin", rows * hidden_size * 2)):
-            file = path / name
-            if not file.exists() or file.stat().st_size < size:
-                raise DataError(f"{file}: shorter than the {size} bytes that the index needs; delete {path}")
         self._tokens = np.memmap(path / "tokens.bin", dtype=np.int32, mode="r", shape=(tokens,))
-        shape = (rows, hidden_size)
+        shape = (tokens - len(self.dialogues), hidden_size)
         self._features = np.memmap(path / "features.bin", dtype=np.int16, mode="r", shape=shape)
+
+    def by_tokens(self) -> dict[tuple[int, ...], StoredDialogue]:
+        """Token ids -> the first dialogue with them."""
+        rows: dict[tuple[int, ...], StoredDialogue] = {}
+        for row in self.dialogues:
+            rows.setdefault(tuple(self.tokens(row).tolist()), row)
+        return rows
 
     def tokens(self, row: StoredDialogue) -> Tensor:
         """int64 [n]."""

@@ -45,6 +45,10 @@ class Batch:
     labels: Tensor
     trained: Tensor
 
+    def to(self, device: torch.device | str) -> Batch:
+        """The same batch on `device`."""
+        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+
 
 @dataclass(frozen=True)
 class LossWeights:
@@ -81,10 +85,13 @@ class Losses:
 
 
 def add_noise(features: Tensor, half_width: float, generator: torch.Generator) -> Tensor:
-    """`features` plus uniform noise from (-half_width, half_width): robustness to the head's own errors."""
+    """`features` plus uniform noise from (-half_width, half_width): robustness to the head's own errors.
+
+    The noise is drawn on the CPU, so that it is the same on every device.
+    """
     if half_width == 0.0:
         return features
-    noise = torch.rand(features.shape, generator=generator, dtype=features.dtype)
+    noise = torch.rand(features.shape, generator=generator, dtype=features.dtype).to(features.device)
     return features + (2.0 * noise - 1.0) * half_width
 
 
@@ -183,33 +190,28 @@ class TargetLaw:
     """The target's laws at some positions, reduced to what the cross-entropy and its gradient need.
 
     With p = softmax(W f), the cross-entropy of a prediction f̂ is logsumexp(W f̂) - f̂ · (Wᵀ p): the law itself, V
-    numbers per position, is not kept, only Wᵀ p and the entropy of p.
+    numbers per position, is not kept, only Wᵀ p.
 
     Attributes:
         readout: W, [V, H].
         means: float32 [rows, H]: Wᵀ p.
-        entropies: float32 [rows], nats.
     """
 
     readout: Tensor
     means: Tensor
-    entropies: Tensor
 
     @staticmethod
     def of(features: Tensor, readout: Tensor) -> TargetLaw:
         """The laws at true `features` [rows, H], computed in the dtype of `readout`."""
         means = torch.empty(features.shape, dtype=torch.float32, device=features.device)
-        entropies = torch.empty(len(features), dtype=torch.float32, device=features.device)
         for start in range(0, len(features), _ROWS):
             rows = slice(start, start + _ROWS)
-            block = features[rows].to(readout.dtype)
-            logsums, means[rows] = _logsum_and_mean(block, readout)
-            entropies[rows] = logsums - (block.float() * means[rows]).sum(-1)
-        return TargetLaw(readout, means, entropies)
+            _, means[rows] = _logsum_and_mean(features[rows].to(readout.dtype), readout)
+        return TargetLaw(readout, means)
 
     def select(self, rows: Tensor) -> TargetLaw:
         """The laws of some rows."""
-        return TargetLaw(self.readout, self.means[rows], self.entropies[rows])
+        return TargetLaw(self.readout, self.means[rows])
 
 
 def _logsum_and_mean(block: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
@@ -233,11 +235,11 @@ class _SoftCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + _ROWS)
             block = predicted[rows].to(law.readout.dtype)
             logsums, means = _logsum_and_mean(block, law.readout)
-            total += (logsums - (block.float() * law.means[rows]).sum(-1)).sum(dtype=torch.float64).cpu()
+            total += (logsums - (block.float() * law.means[rows]).sum(-1)).cpu().sum(dtype=torch.float64)
             gradient[rows] = means - law.means[rows]
         ctx.save_for_backward(gradient.div_(max(1, len(predicted))))
         ctx.dtype = predicted.dtype
-        return (total / max(1, len(predicted))).to(torch.float32)
+        return (total / max(1, len(predicted))).float().to(predicted.device)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -1,31 +1,41 @@
 """From text files to a trained head: what `eaglekit train` runs.
 
-Contract: `train_head` takes a loaded target and files, and leaves the best head in `output`. Everything on the way is
-kept in `output/data` and is not made twice: `answers.jsonl` (the target's answers) and `features/` (a store). Stopped
-at any time and called again with the same arguments and `resume`, it goes on where it was.
+Contract: `train_head` takes a proven target and files, and leaves the best head in `output`. Everything on the way is
+kept in `output/data` and is not made twice: `answers.jsonl` (the target's answers), `features/` (a store) and
+`source.json` (what both were made from: a call with another target or other text is refused). Stopped at any time and
+called again with the same arguments and `resume`, it goes on where it was. More answers or more given text may be asked
+for later, or less: a head is trained on the dialogues that its own call asks for.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from eaglekit.errors import DataError, UnsupportedModelError
-from eaglekit.models.checkpoint import load_head
+from eaglekit.jsonl import read_lines
+from eaglekit.models.checkpoint import check_fit, load_head
 from eaglekit.models.head import EagleHead, HeadConfig
+from eaglekit.models.hf import HFTarget
 from eaglekit.train.dataset import Dialogue, encode_dialogue, encode_prompt, read_conversations
 from eaglekit.train.features import FeatureStore, FeatureWriter, extract
-from eaglekit.train.synthesize import SynthesisOptions, read_dialogues, synthesize
-from eaglekit.train.trainer import TrainOptions, TrainResult, train
+from eaglekit.train.options import SynthesisOptions, TrainOptions
+from eaglekit.train.synthesize import plan_batches, read_dialogues, synthesize
+from eaglekit.train.trainer import TrainResult, train
 
 
 def train_head(
-    model: Any,
+    target: HFTarget,
     tokenizer: Any,
     *,
     target_name: str,
@@ -39,10 +49,10 @@ def train_head(
     resume: bool = False,
     progress: Callable[[str], None] = print,
 ) -> TrainResult:
-    """Make training text, read its features, train a head.
+    """Make training text, read its features, train a head on the target's device.
 
     Args:
-        model: The target, a transformers causal language model in evaluation mode; it is not changed.
+        target: The target; it is not changed.
         tokenizer: Its tokenizer.
         target_name: Recorded in the head.
         files: JSON lines, see `dataset`. Prompts are answered by the target; dialogues are used as they are.
@@ -56,14 +66,24 @@ def train_head(
         progress: Called with a line of text now and then.
 
     Raises:
-        DataError: a file cannot be used; names file and line.
-        UnsupportedModelError: the target's `lm_head` is not a plain matrix.
+        DataError: a file cannot be used, names file and line; or `output/data` is of another target or other text.
+        HeadError: `init` is no head, or does not fit the target; and see `train`.
+        UnsupportedModelError: the target's `lm_head` is not a matrix.
     """
-    out = model.get_output_embeddings()
-    if out is None or getattr(out, "bias", None) is not None:
-        raise UnsupportedModelError(
-            f"{target_name}: its lm_head is not a plain matrix; training reads laws off a matrix without bias"
+    model, info = target.model, target.info
+    readout = read_readout(target, progress)
+    if init is None:
+        config = HeadConfig.for_target(
+            model.config,
+            hidden_size=info.hidden_size,
+            embedding_size=info.embedding_size,
+            vocab_size=info.vocab_size,
         )
+        head = EagleHead(config, torch.Generator().manual_seed(options.seed))
+    else:
+        head = load_head(init, dtype=torch.float32).requires_grad_(True)
+        check_fit(head.config, info)
+        options = replace(options, linear_start=False)
     prompts: list[list[int]] = []
     given: list[Dialogue] = []
     longest = synthesis.max_prompt_tokens + synthesis.max_new_tokens
@@ -78,39 +98,42 @@ def train_head(
     if not prompts and not given:
         raise DataError(f"{', '.join(map(str, files))}: neither prompts nor dialogues; nothing to train on")
     folder = output / "data"
+    source = {
+        "target": target_name,
+        "hidden size": info.hidden_size,
+        "vocabulary size": info.vocab_size,
+        "weights": _digest_of_weights(model),
+        "data files": [_digest_of_file(file) for file in files],
+        "tokens of the data": _digest_of_ids([*prompts, *(d.ids for d in given)]),
+        **asdict(synthesis),
+    }
+    _claim(folder, source)
     store = folder / "features"
-    writer = FeatureWriter(store, model.config.get_text_config().hidden_size)
+    writer = FeatureWriter(store, info.hidden_size)
     try:
-        if prompts:
-            _answer(model, tokenizer, prompts, folder / "answers.jsonl", writer, synthesis, answers, progress)
-        known = _known(store, writer)
-        missing = [d for d in _answered(folder / "answers.jsonl") if tuple(d.ids) not in known]
+        wanted = _answer(target, tokenizer, prompts, folder / "answers.jsonl", writer, synthesis, answers, progress)
         random.Random(options.seed).shuffle(given)
         total = 0
         for dialogue in given:
             if given_tokens and total >= given_tokens:
                 break
             total += len(dialogue.ids)
-            if tuple(dialogue.ids) not in known:
-                missing.append(dialogue)
+            wanted.setdefault(tuple(dialogue.ids), dialogue)
+        known = FeatureStore(store, info.hidden_size).by_tokens() if writer.count else {}
+        missing = [dialogue for ids, dialogue in wanted.items() if ids not in known]
         extract(model, missing, writer, on_progress=lambda n, of: progress(f"features: {n} of {of} tokens"))
     finally:
         writer.close()
+    stored = FeatureStore(store, info.hidden_size)
+    stored.dialogues = [row for ids, row in stored.by_tokens().items() if ids in wanted]
     with torch.no_grad():
-        embed = model.get_input_embeddings()
-        ids = torch.arange(embed.weight.shape[0], device=embed.weight.device)
-        embedding = embed(ids).float().cpu()
-    config = HeadConfig.for_target(model.config, embedding_size=embedding.shape[-1])
-    if init is None:
-        head = EagleHead(config, torch.Generator().manual_seed(options.seed))
-    else:
-        head = load_head(init, dtype=torch.float32).requires_grad_(True)
-        options = replace(options, linear_start=False)
+        rows = model.get_input_embeddings().weight.shape[0]
+        embedding = target.embed(torch.arange(rows, device=info.device)).float()
     return train(
         head,
-        [FeatureStore(store, config.hidden_size)],
+        [stored],
         embedding,
-        out.weight.detach().float().cpu(),
+        readout,
         output,
         options=options,
         metadata={"target": target_name},
@@ -119,8 +142,98 @@ def train_head(
     )
 
 
+@torch.no_grad()
+def read_readout(target: HFTarget, progress: Callable[[str], None]) -> Tensor:
+    """W, float32 [V, H], with which the target's law is softmax(W f): its output matrix times its logits' scale.
+
+    Soft-capped logits are not linear in f: W is what they are without the cap, which is reported.
+
+    Raises:
+        UnsupportedModelError: there is no such matrix.
+    """
+    info = target.info
+    weight = getattr(target.model.get_output_embeddings(), "weight", None)
+    shape = (info.vocab_size, info.hidden_size)
+    refusal = UnsupportedModelError(
+        f"{info.name}: no head can be trained for it: its lm_head is not a plain matrix {list(shape)} without bias, "
+        "which training reads laws off; use another target"
+    )
+    if not isinstance(weight, Tensor) or not weight.is_floating_point() or tuple(weight.shape) != shape:
+        raise refusal
+    probe = torch.randn(8, info.hidden_size, generator=torch.Generator().manual_seed(0)).to(info.device, weight.dtype)
+    probe = probe / (probe @ weight.T).abs().max()
+
+    def fit(size: float) -> tuple[float, float]:
+        """The factor from products with the matrix, `size` at most, to logits; what is left, relative to these."""
+        products, logits = (probe * size @ weight.T).float(), target.lm_head(probe * size).float()
+        factor = (products * logits).sum() / products.square().sum()
+        return float(factor), float((logits - factor * products).norm() / logits.norm())
+
+    factor, left = fit(0.1)  # far below any cap
+    if not left < 0.05:
+        raise refusal
+    if abs(fit(1000.0)[0] / factor - 1) > 0.02:
+        progress(f"{info.name} soft-caps its logits; training leaves the cap out, which can only cost acceptance")
+    plain = weight.detach().float()
+    return plain if abs(factor - 1) < 1e-3 else plain * factor  # rounding makes a factor of 1 inexact
+
+
+def _claim(folder: Path, source: Mapping[str, Any]) -> None:
+    """Note in `folder` what its files are made from, or see that they are made from the same.
+
+    Raises:
+        DataError: they are not; says what differs.
+    """
+    file = folder / "source.json"
+    now = json.loads(json.dumps(source))
+    if file.exists():
+        there: dict[str, Any] = next((row for _, row in read_lines(file)), {})
+        wrong = [_difference(key, there.get(key), now.get(key)) for key in {**now, **there}]
+        differences = ", ".join(text for text in wrong if text)
+    else:
+        made = any((folder / name).exists() for name in ("answers.jsonl", "features"))
+        differences = "source.json is missing" if made else ""
+    if differences:
+        raise DataError(
+            f"{folder}: made for another target or from other data ({differences}); "
+            f"use another --output, or delete {folder}"
+        )
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps(source) + "\n", encoding="utf-8")
+        os.replace(temporary, file)
+
+
+def _difference(key: str, there: Any, now: Any) -> str:
+    """Nothing where both are the same; values that nobody could read are left out."""
+    if there == now:
+        return ""
+    return key if max(len(str(there)), len(str(now))) > 40 else f"{key} {there} there, {now} now"
+
+
+def _digest_of_file(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _digest_of_ids(rows: Iterable[Sequence[int]]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(array("q", [len(row), *row]).tobytes())
+    return digest.hexdigest()
+
+
+def _digest_of_weights(model: Any) -> str:
+    """Of a few numbers of each: names alone do not tell a fine-tuned model from the one that it was made from."""
+    digest = hashlib.sha256()
+    for name, weight in model.named_parameters():
+        digest.update(name.encode() + weight.detach().flatten()[:64].float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 def _answer(
-    model: Any,
+    target: HFTarget,
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
     path: Path,
@@ -128,16 +241,15 @@ def _answer(
     options: SynthesisOptions,
     answers: int | None,
     progress: Callable[[str], None],
-) -> None:
-    """Let the target answer, with the end tokens of its generation configuration."""
-    ends = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
-    if ends is None:
-        ends = tokenizer.eos_token_id
-    eos_ids = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (eos_ids or [0])[0]
+) -> dict[tuple[int, ...], Dialogue]:
+    """Let the target answer, with the end tokens that decoding stops at: token ids -> each dialogue asked for."""
+    if not prompts:
+        return {}
+    eos_ids = target.defaults(tokenizer).eos_ids
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (*eos_ids, 0)[0]
     batches = None if answers is None else -(-answers // options.batch_size)
     synthesize(
-        model,
+        target.model,
         prompts,
         path,
         eos_ids=eos_ids,
@@ -147,21 +259,10 @@ def _answer(
         on_progress=lambda done, of, tokens: progress(f"answers: {done} of {of}, {tokens} tokens"),
         on_features=writer.append,
     )
-
-
-def _answered(path: Path) -> list[Dialogue]:
-    """The target's answers as dialogues."""
-    if not path.exists():
-        return []
-    return [
-        Dialogue([*prompt, *answer], [(len(prompt), len(prompt) + len(answer))], temperature == 0)
-        for prompt, answer, temperature in read_dialogues(path)
-    ]
-
-
-def _known(store: Path, writer: FeatureWriter) -> set[tuple[int, ...]]:
-    """Token ids of the dialogues that have features already."""
-    if not writer.count:
-        return set()
-    stored = FeatureStore(store, writer.hidden_size)
-    return {tuple(stored.tokens(row).tolist()) for row in stored.dialogues}
+    planned = {tuple(prompts[i]) for _, batch in plan_batches(prompts, options)[:batches] for i in batch}
+    wanted: dict[tuple[int, ...], Dialogue] = {}
+    for prompt, answer, temperature in read_dialogues(path) if path.exists() else ():
+        if tuple(prompt) in planned:
+            ids = [*prompt, *answer]
+            wanted.setdefault(tuple(ids), Dialogue(ids, [(len(prompt), len(ids))], temperature == 0))
+    return wanted

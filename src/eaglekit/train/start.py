@@ -32,7 +32,7 @@ def linear_start(
     Args:
         head: A new head, in float32.
         rows: Training dialogues; from the first answer on they are fitted.
-        embedding: [vocabulary, E], the target's embeddings.
+        embedding: [vocabulary, E], the target's embeddings, on any device; the fit is made on the CPU.
         seed: Of the choice of dialogues.
         tokens: About how many positions are fitted.
         ridge: Weight of the penalty, relative to the inputs' mean square.
@@ -46,7 +46,7 @@ def linear_start(
         store, row = rows[i]
         first = row.spans[0][0] - 1
         features, ids = store.features(row)[first:].float(), store.tokens(row)[first + 1 : -1]
-        inputs = torch.cat((embedding[ids].float(), features[:-1]), -1)
+        inputs = torch.cat((embedding[ids.to(embedding.device)].float().cpu(), features[:-1]), -1)
         if head.config.fc_bias:
             inputs = torch.cat((inputs, torch.ones(len(inputs), 1)), -1)
         gram.addmm_(inputs.T, inputs)

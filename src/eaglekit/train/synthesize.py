@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,12 @@ import torch
 from torch import Tensor
 
 from eaglekit.errors import DataError
+from eaglekit.jsonl import read_lines
 from eaglekit.train.batch_llama import BatchLlama, supports
-from eaglekit.train.dataset import Dialogue
+from eaglekit.train.dataset import Dialogue, drop_torn_line
+from eaglekit.train.options import SynthesisOptions
 
 FeatureSink = Callable[[Dialogue, Tensor], None]
-
-
-@dataclass(frozen=True)
-class SynthesisOptions:
-    """How answers are made.
-
-    Attributes:
-        max_prompt_tokens: Longer prompts (chat template included) are skipped.
-        max_new_tokens: Length limit of an answer, tokens.
-        batch_size: Dialogues generated together.
-        temperatures: One is used per batch of the plan, in turn; 0 means greedy.
-        seed: Seeds the order of the prompts and the sampling.
-    """
-
-    max_prompt_tokens: int = 256
-    max_new_tokens: int = 256
-    batch_size: int = 64
-    temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
-    seed: int = 0
 
 
 def plan_batches(prompts: Sequence[Sequence[int]], options: SynthesisOptions) -> list[tuple[float, list[int]]]:
@@ -64,16 +46,6 @@ def plan_batches(prompts: Sequence[Sequence[int]], options: SynthesisOptions) ->
         rng.shuffle(group)
         batches.extend(group)
     return [(options.temperatures[i % len(options.temperatures)], batch) for i, batch in enumerate(batches)]
-
-
-def _answered(path: Path) -> set[tuple[int, ...]]:
-    """The prompts that `path` has answers to; a line that was cut off by a kill is removed from its end."""
-    if not path.exists():
-        return set()
-    with path.open("rb+") as f:
-        data = f.read()
-        f.truncate(data.rfind(b"\n") + 1)
-    return {tuple(prompt) for prompt, _, _ in read_dialogues(path)}
 
 
 def synthesize(
@@ -100,7 +72,8 @@ def synthesize(
         max_batches: Stop after this many batches of the plan, or go through every prompt.
         on_progress: Called now and then with (dialogues answered in all, planned in all, answer tokens of this run).
         on_features: Called with each dialogue and its features [n - 1, H], by the fast path only: every token but the
-            last was read, so that they need not be computed again.
+            last was read, so that they need not be computed again. The dialogue is in the file by then: what a kill
+            leaves is a dialogue without features, never features of a dialogue that is then answered once more.
 
     Returns:
         The number of dialogues answered by this run.
@@ -111,7 +84,8 @@ def synthesize(
     plan = plan_batches(prompts, options)[:max_batches]
     planned = sum(len(batch) for _, batch in plan)
     path.parent.mkdir(parents=True, exist_ok=True)
-    done = _answered(path)
+    drop_torn_line(path)
+    done = {tuple(prompt) for prompt, _, _ in read_dialogues(path)} if path.exists() else set()
     work = [(t, [i for i in batch if tuple(prompts[i]) not in done]) for t, batch in plan]
     before = planned - sum(len(batch) for _, batch in work)
     answers = (
@@ -206,7 +180,10 @@ def _answer_fast(
     options: SynthesisOptions,
     on_features: FeatureSink | None,
 ) -> Iterator[list[Answer]]:
-    """Groups of (prompt index, answer, temperature) by `BatchLlama`, as they end."""
+    """Groups of (prompt index, answer, temperature) by `BatchLlama`, as they end.
+
+    Features of a group are handed on when the next group is asked for.
+    """
     queue = [(temperature, i) for temperature, batch in work for i in batch]
     queue.reverse()
     if not queue:
@@ -251,6 +228,7 @@ def _answer_fast(
             tokens = _choose(llama.logits(y), heat, uniforms[every, steps])
             lengths += 1
         finished: list[Answer] = []
+        read_whole: list[tuple[Dialogue, int]] = []  # the slot that holds its features
         listed = tokens.tolist()
         for m in fresh or range(slots):
             i_or_none = rows[m]
@@ -263,29 +241,30 @@ def _answer_fast(
                 if on_features:
                     ids = [*prompts[i_or_none], *answers[m]]
                     span = (len(prompts[i_or_none]), len(ids))
-                    on_features(Dialogue(ids, [span], exact[m] == 0), kept[m, : len(ids) - 1])
+                    read_whole.append((Dialogue(ids, [span], exact[m] == 0), m))
                 finished.append((i_or_none, answers[m], exact[m]))
                 rows[m] = None
                 lengths[m] = steps[m] = 0
                 heat[m] = 0
         if finished:
             yield finished
+        for dialogue, m in read_whole:
+            if on_features is not None:
+                on_features(dialogue, kept[m, : len(dialogue.ids) - 1])
 
 
 def read_dialogues(path: Path) -> Iterator[tuple[list[int], list[int], float]]:
     """Yield (prompt ids, answer ids, temperature) from a file that `synthesize` wrote.
 
     Raises:
-        DataError: a line is no dialogue; names file and line.
+        DataError: see `read_lines`; or a line is no dialogue.
     """
-    with path.open("r", encoding="utf-8") as f:
-        for number, line in enumerate(f, 1):
-            try:
-                row = json.loads(line)
-                prompt, answer = list(map(int, row["prompt"])), list(map(int, row["answer"]))
-                temperature = float(row["temperature"])
-            except (ValueError, KeyError, TypeError) as e:
-                raise DataError(
-                    f"{path}:{number}: not a synthesised dialogue ({e}). Delete the line, or the file, and run again."
-                ) from None
-            yield prompt, answer, temperature
+    for number, row in read_lines(path):
+        try:
+            prompt, answer = list(map(int, row["prompt"])), list(map(int, row["answer"]))
+            temperature = float(row["temperature"])
+        except (ValueError, KeyError, TypeError) as e:
+            raise DataError(
+                f"{path}:{number}: not a synthesised dialogue ({e}). Delete the line, or the file, and run again."
+            ) from None
+        yield prompt, answer, temperature

@@ -5,7 +5,8 @@ and place in the data; a run that was interrupted and resumed ends with the same
 not. The head with the best simulated acceptance on held-out greedy continuations is kept, not the last one.
 
 The cross-entropy runs over the tokens most frequent in the training text (`vocabulary`), which makes a step several
-times cheaper; the head itself has no vocabulary, and drafts over the target's whole one.
+times cheaper; they become the head's draft vocabulary, so that drafting costs less too. Which device is trained on
+follows from the tensors of the target; data, noise and checkpoints are made on the CPU, the same for all devices.
 """
 
 from __future__ import annotations
@@ -24,78 +25,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglekit.errors import DataError, HeadError, InputError
+from eaglekit.errors import DataError, HeadError
 from eaglekit.models.checkpoint import save_head
 from eaglekit.models.head import EagleHead, check_draft_vocab
 from eaglekit.train.evaluate import Acceptance, Example, simulate, standard_shapes
 from eaglekit.train.features import FeatureStore, StoredDialogue
 from eaglekit.train.objective import Batch, LossWeights, compute_losses
+from eaglekit.train.options import TrainOptions
 from eaglekit.train.start import linear_start
 
 Row = tuple[FeatureStore, StoredDialogue]
-
-
-@dataclass(frozen=True)
-class TrainOptions:
-    """How a head is trained.
-
-    Attributes:
-        epochs: Passes over the data; fractions are allowed.
-        batch_tokens: Tokens per optimizer step, padding included.
-        linear_start: Fit `fc` by ridge regression before the first step; see `start`.
-        learning_rate: Peak; after `warmup_steps` it falls along a cosine to `final_rate` of it.
-        warmup_steps: Linear warm-up.
-        final_rate: Fraction of the peak that is left at the end.
-        weight_decay: AdamW's.
-        betas: AdamW's; the paper's.
-        clip: Largest norm of the gradient; the paper's.
-        regression: Weight of the smooth L1 distance between features.
-        classification: Weight of the cross-entropy.
-        step_weights: One per unrolled step.
-        noise: Half-width of the uniform noise, in standard deviations of the features.
-        vocabulary: Tokens that the training cross-entropy runs over.
-        heldout: Greedy dialogues set aside for evaluation.
-        eval_every: Optimizer steps between evaluations.
-        checkpoint_minutes: Time between checkpoints.
-        bfloat16: Compute in bfloat16, weights and optimizer in float32.
-        seed: Of the data's order, the noise and a new head's weights.
-    """
-
-    epochs: float = 3.0
-    batch_tokens: int = 4096
-    linear_start: bool = True
-    learning_rate: float = 6e-4
-    warmup_steps: int = 40
-    final_rate: float = 0.02
-    weight_decay: float = 0.01
-    betas: tuple[float, float] = (0.9, 0.95)
-    clip: float = 0.5
-    regression: float = 0.5
-    classification: float = 0.5
-    step_weights: tuple[float, ...] = (1.0, 0.8, 0.64)
-    noise: float = 0.1
-    vocabulary: int = 8192
-    heldout: int = 48
-    eval_every: int = 200
-    checkpoint_minutes: float = 5.0
-    bfloat16: bool = True
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse values that cannot work, all at once.
-
-        Raises:
-            InputError: see there.
-        """
-        positive = ("epochs", "batch_tokens", "learning_rate", "clip", "vocabulary", "heldout", "eval_every")
-        values = {name: getattr(self, name) for name in positive}
-        wrong = [f"{name} is {value}, expected more than 0" for name, value in values.items() if value <= 0]
-        if not self.step_weights:
-            wrong.append("step_weights is empty, expected one weight per unrolled step, such as 1,0.8,0.64")
-        if self.regression < 0 or self.classification < 0 or self.regression + self.classification == 0:
-            wrong.append("regression and classification must not be negative, nor both 0")
-        if wrong:
-            raise InputError("training options: " + "; ".join(wrong))
 
 
 @dataclass(frozen=True)
@@ -226,13 +165,13 @@ def train(
     """Train `head` (float32) in place and keep the best one in the folder `output`.
 
     Args:
-        head: A new head, or one to go on with.
+        head: A new head, or one to go on with; it is moved to the device of `readout`.
         stores: Training dialogues.
-        embedding: [V, E], the target's frozen embeddings.
-        readout: [V, H], the target's frozen `lm_head`.
+        embedding: [vocabulary, E], the target's frozen embeddings, on the same device as `readout`.
+        readout: [V, H], the matrix of the target's frozen `lm_head`.
         output: Gets `config.json` and `model.safetensors` (the best head, float16), `checkpoint.pt` and `log.jsonl`.
         options: See `TrainOptions`.
-        metadata: Goes into the head's configuration.
+        metadata: Goes into the head's configuration. A run is resumed only with the same.
         resume: Go on from `checkpoint.pt`, if there is one.
         progress: Called with a line of text now and then.
 
@@ -247,7 +186,9 @@ def train(
     dtype = torch.bfloat16 if options.bfloat16 else torch.float32
     common = frequent_tokens(rows, options.vocabulary, len(readout))
     head.draft_vocab = check_draft_vocab(common, len(readout))
-    small, table, full = readout[common].to(dtype), embedding.to(dtype), readout.float()
+    device = readout.device
+    head.to(device)
+    small, table, full = readout[common.to(device)].to(dtype), embedding.to(dtype), readout.float()
     weights = LossWeights(
         options.regression,
         options.classification,
@@ -266,10 +207,11 @@ def train(
     best: Acceptance | None = None
     state_file = output / "checkpoint.pt"
     facts = {"options": asdict(options), "rows": len(rows), "data_tokens": data_tokens}
+    identity = {**facts, "metadata": metadata or {}}
     if resume and state_file.exists():
-        state = torch.load(state_file, weights_only=True)
-        if state["facts"] != facts:
-            raise HeadError(f"{state_file}: written with other options or data; use another output folder")
+        state = torch.load(state_file, weights_only=True, map_location="cpu")
+        if state.get("identity") != identity:
+            raise HeadError(f"{state_file}: written with another target, options or data; use another output folder")
         head.load_state_dict(state["head"])
         optimizer.load_state_dict(state["optimizer"])
         generator.set_state(state["generator"])
@@ -294,8 +236,9 @@ def train(
                 break
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, total, options)
-            with torch.autocast(full.device.type, torch.bfloat16, enabled=options.bfloat16):
-                losses = compute_losses(head, collate([rows[i] for i in indices]), table, small, weights, generator)
+            batch = collate([rows[i] for i in indices]).to(device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=options.bfloat16):
+                losses = compute_losses(head, batch, table, small, weights, generator)
             optimizer.zero_grad()
             if losses.total.requires_grad:
                 losses.total.backward()
@@ -316,7 +259,7 @@ def train(
                 _log(output, progress, step, total, rate, [m / counted for m in mean], now)
                 mean, counted, since, read = [0.0] * len(mean), 0, time.monotonic(), 0
             if time.monotonic() - saved > options.checkpoint_minutes * 60 or step == total:
-                _save_state(state_file, head, optimizer, generator, facts, step, tokens, best_step, best)
+                _save_state(state_file, head, optimizer, generator, identity, step, tokens, best_step, best)
                 saved = time.monotonic()
     assert best is not None
     seconds = time.monotonic() - began
@@ -328,7 +271,7 @@ def _save_state(
     head: EagleHead,
     optimizer: torch.optim.Optimizer,
     generator: torch.Generator,
-    facts: dict[str, Any],
+    identity: dict[str, Any],
     step: int,
     tokens: int,
     best_step: int,
@@ -338,7 +281,7 @@ def _save_state(
         "head": head.state_dict(),
         "optimizer": optimizer.state_dict(),
         "generator": generator.get_state(),
-        "facts": facts,
+        "identity": identity,
         "step": step,
         "tokens": tokens,
         "best_step": best_step,

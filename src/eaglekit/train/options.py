@@ -1,0 +1,93 @@
+"""The options of making training text and of training, with their defaults: the command line's too.
+
+Nothing heavy is imported here, so that `eaglekit --help` is instant.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from eaglekit.errors import InputError
+
+
+@dataclass(frozen=True)
+class SynthesisOptions:
+    """How answers are made.
+
+    Attributes:
+        max_prompt_tokens: Longer prompts (chat template included) are skipped.
+        max_new_tokens: Length limit of an answer, tokens.
+        batch_size: Dialogues generated together.
+        temperatures: One is used per batch of the plan, in turn; 0 means greedy.
+        seed: Seeds the order of the prompts and the sampling.
+    """
+
+    max_prompt_tokens: int = 256
+    max_new_tokens: int = 256
+    batch_size: int = 64
+    temperatures: tuple[float, ...] = (0.0, 0.7, 0.0, 1.0)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a head is trained.
+
+    Attributes:
+        epochs: Passes over the data; fractions are allowed.
+        batch_tokens: Tokens per optimizer step, padding included.
+        linear_start: Fit `fc` by ridge regression before the first step; see `start`.
+        learning_rate: Peak; after `warmup_steps` it falls along a cosine to `final_rate` of it. The paper's is 3e-5,
+            for widths of 4096 and more.
+        warmup_steps: Linear warm-up.
+        final_rate: Fraction of the peak that is left at the end.
+        weight_decay: AdamW's.
+        betas: AdamW's; the paper's.
+        clip: Largest norm of the gradient; the paper's.
+        regression: Weight of the smooth L1 distance between features.
+        classification: Weight of the cross-entropy.
+        step_weights: One per unrolled step.
+        noise: Half-width of the uniform noise, in standard deviations of the features.
+        vocabulary: Tokens that the head may draft, those met most often; the cross-entropy runs over these alone.
+        heldout: Greedy dialogues set aside for evaluation.
+        eval_every: Optimizer steps between evaluations.
+        checkpoint_minutes: Time between checkpoints.
+        bfloat16: Compute in bfloat16, weights and optimizer in float32.
+        seed: Of the data's order, the noise and a new head's weights.
+    """
+
+    epochs: float = 3.0
+    batch_tokens: int = 4096
+    linear_start: bool = True
+    learning_rate: float = 6e-4
+    warmup_steps: int = 40
+    final_rate: float = 0.02
+    weight_decay: float = 0.01
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip: float = 0.5
+    regression: float = 0.5
+    classification: float = 0.5
+    step_weights: tuple[float, ...] = (1.0, 0.8, 0.64)
+    noise: float = 0.1
+    vocabulary: int = 8192
+    heldout: int = 48
+    eval_every: int = 200
+    checkpoint_minutes: float = 5.0
+    bfloat16: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work, all at once.
+
+        Raises:
+            InputError: see there.
+        """
+        positive = ("epochs", "batch_tokens", "learning_rate", "clip", "vocabulary", "heldout", "eval_every")
+        values = {name: getattr(self, name) for name in positive}
+        wrong = [f"{name} is {value}, expected more than 0" for name, value in values.items() if value <= 0]
+        if not self.step_weights:
+            wrong.append("step_weights is empty, expected one weight per unrolled step, such as 1,0.8,0.64")
+        if self.regression < 0 or self.classification < 0 or self.regression + self.classification == 0:
+            wrong.append("regression and classification must not be negative, nor both 0")
+        if wrong:
+            raise InputError("training options: " + "; ".join(wrong))
