@@ -6,6 +6,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,7 @@ def test_plain_needs_no_head(where: list[str]) -> None:
         (["--target", "/no/such/dir"], "/no/such/dir"),
         (["--head", "/no/such/dir"], "/no/such/dir"),
         (["--prompt-file", "/no/such/file"], "not both"),
+        (["--system", "a\udcff"], "not valid text"),
     ],
     ids=lambda a: "_".join(a) if isinstance(a, list) else "",
 )
@@ -141,6 +143,46 @@ def test_a_head_of_another_width_is_refused_with_both_numbers(where: list[str], 
     save_head(tiny_head(TableTarget(vocab_size=7, hidden_size=16), 0), tmp_path / "head", metadata={})
     code, _, err = run("generate", "hello", *where[:2], "--head", str(tmp_path / "head"))
     assert code == 2 and "16" in err and "32" in err and "7" in err and "260" in err
+
+
+def test_deep_json_is_an_error_like_any_other(where: list[str], tmp_path: Path) -> None:
+    file = tmp_path / "deep.json"
+    file.write_text("[" * 100_000, encoding="utf-8")
+    for args in (["generate", "hello", *where, "--tree", str(file)], ["bench", "--prompts", str(file), *where]):
+        code, _, err = run(*args)
+        assert code == 2 and "deep.json" in err and len(err.strip().splitlines()) == 1
+
+
+def test_a_broken_target_is_one_line_and_surplus_weights_are_reported(where: list[str], tmp_path: Path) -> None:
+    folder = tmp_path / "target"
+    shutil.copytree(where[1], folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for change in ({"num_attention_heads": 0}, {"hidden_size": "32"}, {"rms_norm_eps": "x"}):
+        (folder / "config.json").write_text(json.dumps({**config, **change}), encoding="utf-8")
+        code, _, err = run("generate", "hello", "--target", str(folder), "--method", "plain")
+        assert code == 2 and err.startswith("eaglekit: error: ") and len(err.strip().splitlines()) == 1
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}), encoding="utf-8")
+    code, _, err = run("generate", "hello", "--target", str(folder), "--method", "plain", "--max-new-tokens", "2")
+    assert code == 0 and "weights of the checkpoint are not used, model.layers.1." in err
+
+
+def test_an_answer_that_the_terminal_cannot_show_is_no_error(where: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "eaglekit.cli", "generate", "hello", *where, "--max-new-tokens", "20"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 and "Traceback" not in done.stderr and "?" in done.stdout
+
+
+def test_bench_refuses_a_prompt_that_is_too_long_before_it_measures(where: list[str], tmp_path: Path) -> None:
+    prompts, report = tmp_path / "prompts.jsonl", tmp_path / "report.json"
+    prompts.write_text(json.dumps({"prompt": "hi"}) + "\n" + json.dumps({"id": "long", "prompt": "x" * 400}) + "\n")
+    code, _, err = run("bench", "--prompts", str(prompts), *where, "--output", str(report))
+    assert code == 2 and "prompt long" in err and not report.exists()
 
 
 def test_chat_keeps_its_caches_and_answers_commands(where: list[str]) -> None:

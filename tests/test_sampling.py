@@ -264,3 +264,9 @@ def test_every_outcome_walks_through_all_of_them_with_their_probabilities() -> N
     wanted = plackett_luce(LAW, 2)
     assert outcomes.keys() == wanted.keys()
     assert all(abs(outcomes[k] - wanted[k]) < 1e-6 for k in wanted)
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-300])
+def test_a_tiny_temperature_is_greedy_and_does_not_overflow(temperature: float) -> None:
+    logits = torch.tensor([[3e4, -2.0, 3e4 - 1, 7.0]])
+    assert Law(SamplingParams(temperature=temperature)).probs(logits).tolist() == [[1.0, 0.0, 0.0, 0.0]]

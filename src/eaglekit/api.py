@@ -272,6 +272,7 @@ class Model:
                 )
             return [int(i) for i in prompt.flatten().tolist()]
         if isinstance(prompt, str):
+            _check_text(prompt)
             if self.tokenizer is None:
                 raise InputError("prompt: this target has no tokenizer; give token ids")
             if chat_template and self.tokenizer.chat_template:
@@ -295,6 +296,7 @@ class Model:
                 raise InputError(
                     f"prompt: message {number} is {message!r}; expected a dict with strings 'role' and 'content'"
                 )
+            _check_text(message["role"] + message["content"])
         return self._apply_template([dict(m) for m in items if isinstance(m, Mapping)])
 
     @staticmethod
@@ -394,6 +396,8 @@ class Chat:
     def send(self, text: str, **options: Any) -> Generator[Piece]:
         """Answer the next message of the user; options as for `Model.stream`, but for tree and method.
 
+        Where the context has less room than `max_new_tokens`, the answer may be that long.
+
         The turn is added to `messages` when the answer has ended. An answer that is not read to its end (an
         interrupt, an error, the next message) counts with the text that was read.
         """
@@ -414,7 +418,12 @@ class Chat:
         unknown = set(options) - set(defaults)
         if unknown:
             raise InputError(f"chat: unknown options {sorted(unknown)}; expected some of {sorted(defaults)}")
-        plan = self._model._plan(self._model.encode(messages), sampling=sampling, **{**defaults, **options})
+        ids = self._model.encode(messages)
+        wanted = {**defaults, **options}
+        room = self._session.max_length - len(ids)
+        if room > 0 and isinstance(wanted["max_new_tokens"], int):  # near the end of the context answers are shorter
+            wanted["max_new_tokens"] = min(room, wanted["max_new_tokens"])
+        plan = self._model._plan(ids, sampling=sampling, **wanted)
         check_prompt(plan.ids, plan.stopper.remaining, self._session.max_length, self._model.target)
         stream = plan.run(self._session)
         self.last_stats = stream.stats
@@ -436,6 +445,13 @@ def check_method(method: str) -> None:
     """Raise InputError unless `method` is known."""
     if method not in get_args(Method):
         raise InputError(f"method {method!r}: expected one of {', '.join(get_args(Method))}")
+
+
+def _check_text(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as e:
+        raise InputError(f"prompt: not valid text (a broken character at position {e.start}); expected UTF-8") from None
 
 
 def _check_seed(seed: int | None) -> None:

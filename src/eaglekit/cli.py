@@ -7,6 +7,7 @@ interrupted. Each command imports what it needs when it runs, so that `--help` i
 from __future__ import annotations
 
 import functools
+import io
 import json
 import os
 import sys
@@ -128,6 +129,9 @@ def main(
     ] = False,
 ) -> None:
     """The same output several times faster: EAGLE speculative sampling for Hugging Face decoders."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # an answer may hold what a terminal's encoding does not
 
 
 @app.command()
@@ -193,7 +197,12 @@ def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
     if prompt is not None and prompt != "-":
         text = prompt
     elif prompt == "-" or prompt_file == "-":
-        text = sys.stdin.read()
+        if sys.stdin is None:
+            raise InputError("generate: standard input is closed; give the prompt as an argument")
+        try:
+            text = sys.stdin.read()
+        except UnicodeDecodeError:
+            raise InputError("generate: standard input is not UTF-8 text; convert it") from None
     else:
         try:
             text = Path(str(prompt_file)).read_text(encoding="utf-8")
@@ -278,6 +287,8 @@ def chat(
         "seed": seed,
     }
     _check_before_loading(method, tree, options)
+    if sys.stdin is None:
+        raise InputError("chat: standard input is closed, so there is nobody to talk to")
     model = _load(target, head, device, dtype)
     talk = model.chat(system=system, tree=tree, method=method)  # type: ignore[arg-type]
     total = Stats()
@@ -288,6 +299,9 @@ def chat(
             line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
+        except UnicodeDecodeError:
+            _note("error: that line is not UTF-8 text")
+            continue
         except KeyboardInterrupt:
             print(file=sys.stderr)
             return
@@ -409,8 +423,8 @@ def bench(
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens {max_new_tokens}: expected at least 1")
     for option, path in (("--output", output), ("--record", record)):
-        if path is not None and not path.parent.is_dir():
-            raise InputError(f"{option} {path}: no folder {path.parent}; make it first")
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise InputError(f"{option} {path}: expected a file in a folder that exists")
     model = _load(target, head, device, dtype)
     settings = {"file": prompts.name, "max_new_tokens": max_new_tokens, "seed": seed, "batch": 1}
     names = {"target": model.target.info.name, "head": head or (None if target else "shipped"), "dtype": dtype}

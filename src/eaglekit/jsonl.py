@@ -42,7 +42,7 @@ def _parsed(line: bytes, where: str) -> dict[str, Any] | None:
         row = json.loads(text)
     except UnicodeDecodeError as e:
         raise DataError(f"{where}: not UTF-8 ({e}); convert the file") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise DataError(f"{where}: not JSON ({e}); fix or delete the line") from None
     if not isinstance(row, dict):
         raise DataError(f"{where}: a {type(row).__name__}, expected a JSON object")

@@ -9,6 +9,7 @@ by prompt, on seconds per new token, and reported as median, 10th and 90th perce
 from __future__ import annotations
 
 import json
+import math
 import platform
 import statistics
 import time
@@ -25,6 +26,7 @@ from eaglekit.bench.lossless import best_gap, first_difference, fresh_logits
 from eaglekit.bench.tasks import Task
 from eaglekit.core.stats import Stats
 from eaglekit.core.tree import TreeShape
+from eaglekit.engine.decode import check_prompt
 from eaglekit.errors import InputError
 
 
@@ -50,7 +52,10 @@ class MethodSpec:
             temperature = float(heat) if heat else 0.0
         except ValueError:
             temperature = -1.0
-        if kind not in ("transformers", "plain", "eagle") or (tree and kind != "eagle") or temperature < 0:
+        bad = (
+            kind not in ("transformers", "plain", "eagle") or (tree and kind != "eagle") or not body or body[-1] == ":"
+        )
+        if bad or not 0 <= temperature < math.inf:
             raise InputError(
                 f"method {text!r}: expected transformers, plain, eagle or eagle:TREE, "
                 "with @TEMPERATURE behind it if not 0"
@@ -116,7 +121,7 @@ class Record:
             for row in rows:
                 stats = None if row["stats"] is None else Stats(**row["stats"])
                 self.known[row["method"], row["prompt"]] = Answer(row["ids"], row["seconds"], stats)
-        except (ValueError, KeyError, TypeError) as e:
+        except (ValueError, KeyError, TypeError, RecursionError) as e:
             raise InputError(f"--record {path}: not a record of a run ({e}); use another file") from None
         if header != settings:
             raise InputError(f"--record {path}: it is of a run with {header}, not {settings}; use another file")
@@ -151,10 +156,15 @@ def run(
         record: Answers found there are not made again; new ones are added.
 
     Raises:
-        InputError: no methods, or two with one label.
+        InputError: no methods, or two with one label, or a prompt that cannot be answered; nothing was measured.
     """
     if not specs or len({s.label for s in specs}) < len(specs):
         raise InputError("bench: give at least one method, and none twice")
+    for task in tasks:
+        try:
+            check_prompt(model.encode(task.text), max_new_tokens, model.target.info.max_length, model.target)
+        except InputError as e:
+            raise InputError(f"bench: prompt {task.id}: {e}") from None
     results = [MethodResult(spec) for spec in specs]
     for spec in specs:
         answer(model, tasks[0].text, spec, max_new_tokens=min(16, max_new_tokens), seed=seed)

@@ -132,8 +132,14 @@ class Law:
         rows = []
         for row, ids in zip(scores, prefixes, strict=True):
             one, ids = row[None].clone(), ids[None].to(row.device)
-            for process in self.processors:
+            for number, process in enumerate(self.processors):
                 one = process(ids, one)
+                if not isinstance(one, Tensor) or one.shape != (1, len(row)):
+                    got = tuple(one.shape) if isinstance(one, Tensor) else type(one).__name__
+                    raise InputError(
+                        f"logits processor {number} ({type(process).__name__}) returned {got}; expected a tensor of "
+                        f"scores of shape (1, {len(row)})"
+                    )
             rows.append(one)
         return torch.cat(rows)
 
@@ -149,7 +155,9 @@ class Law:
         scores = self.scores(logits, prefixes)
         if self.greedy:
             return torch.zeros_like(scores).scatter_(-1, scores.argmax(-1, keepdim=True), 1.0)
-        return torch.softmax(_keep(scores / self.params.temperature, self.params), dim=-1)
+        if self.params.temperature < 1e-4:  # float32 could overflow; what is far below the best may
+            scores = scores - scores.amax(-1, keepdim=True)
+        return torch.softmax(_keep(scores / max(self.params.temperature, 1e-30), self.params), dim=-1)
 
 
 def _keep(scores: Tensor, params: SamplingParams) -> Tensor:

@@ -141,7 +141,7 @@ class TreeShape:
             )
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as e:
+        except (OSError, ValueError, RecursionError) as e:
             raise TreeError(
                 f"tree file {spec}: not readable as JSON ({e}); expected a list such as [[0], [1], [0, 0]]"
             ) from None

@@ -207,10 +207,11 @@ def check_prompt(prompt: Sequence[int], max_new_tokens: int, max_length: int, ta
     if not prompt:
         raise InputError("prompt: it has no tokens; give at least one")
     if len(prompt) + max_new_tokens > max_length:
+        room = max_length - len(prompt)
+        advice = f" or set max_new_tokens to {room} or less" if room > 0 else ""
         raise InputError(
             f"prompt: {len(prompt)} tokens and max_new_tokens={max_new_tokens} make {len(prompt) + max_new_tokens}, "
-            f"but the context holds {max_length}; shorten the prompt or set "
-            f"max_new_tokens to {max(0, max_length - len(prompt))} or less"
+            f"but the context holds {max_length}; shorten the prompt{advice}"
         )
     size = target.info.vocab_size
     bad = next((t for t in prompt if not 0 <= t < size), None)

@@ -39,6 +39,7 @@ from eaglekit.models.target import TargetInfo
 FORMAT_VERSION = 1
 DRAFT_VOCAB = "draft_vocab"  # int32 [Vd], in our own format only
 _PREFIXES = ("module.", "model.")
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def save_head(
@@ -108,7 +109,11 @@ def load_head(path: Path | str, *, dtype: torch.dtype | None = None, device: tor
     if problems:
         raise HeadError(f"{folder}: not the head that its config.json describes: " + "; ".join(problems))
     state = _finite({n: state[n] for n in expected}, str(folder))
-    head = EagleHead(config, draft_vocab=draft_vocab)
+    try:
+        head = EagleHead(config, draft_vocab=draft_vocab)
+    except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
+        reason = f"{type(e).__name__}: {e}"
+        raise HeadError(f"{folder}: its config.json makes no head ({reason}); check its rope_scaling") from None
     stored = state["fc.weight"].dtype
     head.to(dtype=dtype or (stored if stored.is_floating_point else torch.float32), device=device)
     with torch.no_grad():
@@ -131,7 +136,7 @@ def read_config(path: Path | str) -> dict[str, Any]:
         raw = json.loads(file.read_text(encoding="utf-8"))
     except OSError as e:
         raise HeadError(f"{file}: cannot be read ({e.strerror}); a draft head needs it") from None
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise HeadError(f"{file}: not JSON ({e}); download or convert the head again") from None
     if not isinstance(raw, dict):
         raise HeadError(f"{file}: a {type(raw).__name__}, expected a JSON object")
@@ -139,6 +144,8 @@ def read_config(path: Path | str) -> dict[str, Any]:
     if own is not None and (not isinstance(own, dict) or own.get("format") != FORMAT_VERSION):
         found = own.get("format") if isinstance(own, dict) else own
         raise HeadError(f"{file}: format {found!r}; this version of eaglekit reads {FORMAT_VERSION}: upgrade eaglekit")
+    if own is not None and own.get("method") != "eagle":
+        raise HeadError(f"{file}: a head for method {own.get('method')!r}; expected 'eagle'")
     return raw
 
 
@@ -301,6 +308,13 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _finite(state: dict[str, Tensor], where: str) -> dict[str, Tensor]:
+    odd = sorted(
+        {str(t.dtype) for t in state.values()} - {f"torch.{n}" for n in ("float16", "bfloat16", "float32", "float64")}
+    )
+    if odd:
+        raise HeadError(
+            f"{where}: weights of {', '.join(odd)}; expected float16, bfloat16 or float32: convert the head"
+        )
     bad = [name for name, t in state.items() if t.is_floating_point() and not bool(torch.isfinite(t).all())]
     if bad:
         raise HeadError(f"{where}: weights that are not finite numbers in {', '.join(bad)}; the head is unusable")

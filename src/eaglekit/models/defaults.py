@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from eaglekit.core.sampling import Processor, RepetitionPenalty, SamplingParams
+from eaglekit.errors import InputError
 
 # Values that change the output and that this library does not carry out, with the value that means "off".
 _NOT_DONE: dict[str, tuple[Any, ...]] = {
@@ -53,35 +54,43 @@ class GenerationDefaults:
     config: Any = None
 
     @staticmethod
-    def of(config: Any, eos_ids: Sequence[int] = ()) -> GenerationDefaults:
+    def of(config: Any, eos_ids: Sequence[int] = (), notes: Sequence[str] = ()) -> GenerationDefaults:
         """Read a `GenerationConfig` of transformers (or None).
 
         Args:
             config: The model's; values that are None were not set.
             eos_ids: Used if `config` names none.
+            notes: Said besides those on `config`.
         """
         if config is None:
-            return GenerationDefaults(tuple(eos_ids))
+            return GenerationDefaults(tuple(eos_ids), notes=tuple(notes))
         values = {k: v for k, v in config.to_dict().items() if v is not None}
         sampling = {name: values[name] for name in ("top_p", "top_k", "min_p", "repetition_penalty") if name in values}
-        notes = [
-            f"the model's generation_config sets {name}={values[name]!r}, which is not carried out"
-            for name, off in _NOT_DONE.items()
-            if name in values and values[name] not in off
+        said = [
+            *notes,
+            *(
+                f"the model's generation_config sets {name}={values[name]!r}, which is not carried out"
+                for name, off in _NOT_DONE.items()
+                if name in values and values[name] not in off
+            ),
         ]
         if values.get("do_sample"):
-            notes.append(
+            said.append(
                 f"the model's generation_config asks for sampling (temperature {values.get('temperature', 1.0)}); "
                 "decoding is greedy unless a temperature is given"
             )
         own = values.get("eos_token_id")
-        own = eos_ids if own is None else own if isinstance(own, list) else [own]
+        own = list(eos_ids) if own is None else own if isinstance(own, list) else [own]
+        odd = [i for i in own if not isinstance(i, int) or isinstance(i, bool) or i < 0]
+        if odd:
+            said.append(f"the model's generation_config has eos_token_id={own!r}; {odd!r} can end no answer")
+            own = [i for i in own if i not in odd]
         stop = values.get("stop_strings") or ()
         return GenerationDefaults(
             tuple(own),
             (stop,) if isinstance(stop, str) else tuple(stop),
             SamplingParams(**sampling),
-            tuple(notes),
+            tuple(said),
             config,
         )
 
@@ -110,24 +119,32 @@ class GenerationDefaults:
             return (*penalty, *custom)
         from transformers.generation import logits_process as lp
 
-        eos = list(self.eos_ids)
-        if get("sequence_bias"):
-            chosen.append(lp.SequenceBiasLogitsProcessor(get("sequence_bias")))
-        chosen += penalty
-        if get("no_repeat_ngram_size"):
-            chosen.append(lp.NoRepeatNGramLogitsProcessor(get("no_repeat_ngram_size")))
-        if get("bad_words_ids"):
-            chosen.append(lp.NoBadWordsLogitsProcessor(get("bad_words_ids"), eos or None))
-        if get("min_length") and eos:
-            chosen.append(lp.MinLengthLogitsProcessor(get("min_length"), eos, device=str(device)))
-        if get("min_new_tokens") and eos:
-            chosen.append(
-                lp.MinNewTokensLengthLogitsProcessor(prompt_length, get("min_new_tokens"), eos, device=str(device))
-            )
-        if get("suppress_tokens"):
-            chosen.append(lp.SuppressTokensLogitsProcessor(get("suppress_tokens"), device=str(device)))
-        if get("begin_suppress_tokens"):
-            chosen.append(
-                lp.SuppressTokensAtBeginLogitsProcessor(get("begin_suppress_tokens"), prompt_length, device=str(device))
-            )
+        try:
+            eos = list(self.eos_ids)
+            if get("sequence_bias"):
+                chosen.append(lp.SequenceBiasLogitsProcessor(get("sequence_bias")))
+            chosen += penalty
+            if get("no_repeat_ngram_size"):
+                chosen.append(lp.NoRepeatNGramLogitsProcessor(get("no_repeat_ngram_size")))
+            if get("bad_words_ids"):
+                chosen.append(lp.NoBadWordsLogitsProcessor(get("bad_words_ids"), eos or None))
+            if get("min_length") and eos:
+                chosen.append(lp.MinLengthLogitsProcessor(get("min_length"), eos, device=str(device)))
+            if get("min_new_tokens") and eos:
+                chosen.append(
+                    lp.MinNewTokensLengthLogitsProcessor(prompt_length, get("min_new_tokens"), eos, device=str(device))
+                )
+            if get("suppress_tokens"):
+                chosen.append(lp.SuppressTokensLogitsProcessor(get("suppress_tokens"), device=str(device)))
+            if get("begin_suppress_tokens"):
+                chosen.append(
+                    lp.SuppressTokensAtBeginLogitsProcessor(
+                        get("begin_suppress_tokens"), prompt_length, device=str(device)
+                    )
+                )
+        except (TypeError, ValueError, AttributeError) as e:
+            raise InputError(
+                f"the model's generation_config cannot be carried out ({' '.join(str(e).split())[:200]}); "
+                "mend the value in generation_config.json"
+            ) from None
         return (*chosen, *custom)

@@ -12,6 +12,7 @@ seen.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -79,6 +80,12 @@ class HeadConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise HeadError(f"head configuration: {name} is {value!r}; expected a whole number of at least 1")
+        if self.num_hidden_layers > 128:
+            raise HeadError(f"head configuration: {self.num_hidden_layers} layers; a draft head has a few, at most 128")
+        for name in ("rms_norm_eps", "rope_theta"):
+            number = getattr(self, name)
+            if not isinstance(number, (int, float)) or not 0 < number < math.inf:
+                raise HeadError(f"head configuration: {name} is {number!r}; expected a number above 0")
         if self.num_attention_heads % self.num_key_value_heads:
             raise HeadError(
                 f"head configuration: {self.num_attention_heads} attention heads are not a multiple of "

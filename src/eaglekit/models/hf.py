@@ -61,6 +61,7 @@ class HFTarget:
         self._name = name or str(getattr(model.config, "_name_or_path", "")) or type(model).__name__
         refuse_unsupported(model.config, self._name, type(model))
         self.model = model.eval()
+        self.notes: tuple[str, ...] = ()  # what a user should know about how it was loaded
         self._base: Any = model.base_model
         self._head: Any = model.get_output_embeddings()
         if self._base is model or self._head is None:
@@ -102,7 +103,7 @@ class HFTarget:
         own = getattr(self._config, "eos_token_id", None)
         eos = getattr(tokenizer, "eos_token_id", None) if own is None else own
         eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        return GenerationDefaults.of(self.model.generation_config, eos_ids)
+        return GenerationDefaults.of(self.model.generation_config, eos_ids, notes=self.notes)
 
     def open(self, batch: int, max_length: int, layers: Sequence[int] = ()) -> HFState:
         """Empty caches for `batch` rows of at most `max_length` tokens each, tree nodes included.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from eaglekit.errors import InputError, TargetError
+from eaglekit.errors import EaglekitError, InputError, TargetError
 from eaglekit.models.hf import HFTarget
 from eaglekit.models.support import one_line, refuse_unsupported, unsupported
 
@@ -67,12 +67,21 @@ def load_hf(path_or_id: str | Path, *, device: str = "auto", dtype: str | torch.
     with _quiet():
         tokenizer = _load_tokenizer(source)
     model = model.requires_grad_(False).to(where)
-    return HFTarget(model, source), tokenizer
+    target = HFTarget(model, source)
+    unused = sorted(report["unexpected_keys"])
+    if unused:
+        target.notes = (
+            f"{source}: {len(unused)} weights of the checkpoint are not used, {unused[0]} first; "
+            "is its config.json the right one?",
+        )
+    return target, tokenizer
 
 
 def _locate(path_or_id: str | Path) -> str:
     """The directory with a configuration, or the hub name, that is meant."""
     path = Path(path_or_id).expanduser()
+    if len(str(path)) > 4096 or any(len(part) > 255 for part in path.parts):
+        raise TargetError(f"a name of {len(str(path))} characters is no path and no hub name; expected one")
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise TargetError(f"{path}: a directory without config.json; expected a model in the Hugging Face format")
@@ -98,13 +107,11 @@ def _load_tokenizer(source: str) -> Any:
 @contextmanager
 def _as_target_error(source: str) -> Iterator[None]:
     """Turn what transformers raises about unreadable files into one line."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, MemoryError, EaglekitError):
         raise
-    except (OSError, ValueError, RuntimeError, ImportError, LookupError, SafetensorError) as e:
+    except Exception as e:  # transformers and what it calls raise every kind on a broken file
         if Path(source).is_dir():
             raise TargetError(f"{source}: cannot be read ({one_line(e)}); check or copy its files again") from e
         raise TargetError(

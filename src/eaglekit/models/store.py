@@ -87,7 +87,7 @@ def is_intact(entry: Path, remedy: str, full: bool = False) -> bool:
         if entry.is_dir():
             raise CacheError(f"{entry} has no manifest.json, expected a whole directory; {remedy}") from error
         return False
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CacheError(f"{path} cannot be read as a manifest; {remedy}") from error
     except OSError as error:
         raise CacheError(f"{path} cannot be read ({error.strerror}); make it readable") from error

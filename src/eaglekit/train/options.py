@@ -5,6 +5,7 @@ Nothing heavy is imported here, so that `eaglekit --help` is instant.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from eaglekit.errors import InputError
@@ -84,7 +85,9 @@ class TrainOptions:
         """
         positive = ("epochs", "batch_tokens", "learning_rate", "clip", "vocabulary", "heldout", "eval_every")
         values = {name: getattr(self, name) for name in positive}
-        wrong = [f"{name} is {value}, expected more than 0" for name, value in values.items() if value <= 0]
+        wrong = [
+            f"{name} is {value}, expected more than 0" for name, value in values.items() if not 0 < value < math.inf
+        ]
         if not self.step_weights:
             wrong.append("step_weights is empty, expected one weight per unrolled step, such as 1,0.8,0.64")
         if self.regression < 0 or self.classification < 0 or self.regression + self.classification == 0:
