@@ -1,4 +1,4 @@
-"""EAGLE speculative sampling for Hugging Face decoders: the same output distribution, several times faster."""
+"""EAGLE speculative sampling for Hugging Face decoders: the same output distribution in fewer passes."""
 
 from __future__ import annotations
 

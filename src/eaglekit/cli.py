@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="eaglekit",
-    help="The same output several times faster: EAGLE speculative sampling for Hugging Face decoders.",
+    help="The same output in fewer passes: EAGLE speculative sampling for Hugging Face decoders.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -128,7 +128,7 @@ def main(
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """The same output several times faster: EAGLE speculative sampling for Hugging Face decoders."""
+    """The same output in fewer passes: EAGLE speculative sampling for Hugging Face decoders."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an answer may hold what a terminal's encoding does not
@@ -539,7 +539,7 @@ def train(
 def fetch(
     force: Annotated[bool, typer.Option("--force", help="Make everything anew.")] = False,
 ) -> None:
-    """Fetch the built-in target (98 MB) and unpack it once; later starts need no network."""
+    """Fetch the built-in target (93 MB) and unpack it once; later starts need no network."""
     from eaglekit.models import builtin
 
     print(builtin.fetch(force=force))

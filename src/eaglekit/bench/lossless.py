@@ -88,11 +88,11 @@ class CheckOptions:
         """Under a minute on a small model."""
         return CheckOptions(
             identity_prompts=2,
-            identity_tokens=48,
-            recomputed_tokens=24,
+            identity_tokens=40,
+            recomputed_tokens=20,
             law_prompts=1,
-            draws=60,
-            purity_rounds=5,
+            draws=40,
+            purity_rounds=4,
         )
 
 
