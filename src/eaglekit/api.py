@@ -142,9 +142,7 @@ class Model:
     tokenizer: Any = None
     head: EagleHead | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    _readout: tuple[EagleHead, Callable[[torch.Tensor], torch.Tensor]] | None = field(
-        default=None, init=False, repr=False
-    )
+    _readout: tuple[EagleHead, Readout] | None = field(default=None, init=False, repr=False)
 
     @staticmethod
     def wrap(target: Any, tokenizer: Any = None, head: EagleHead | None = None) -> Model:
@@ -494,7 +492,7 @@ def load(
 
     Args:
         target: A directory, a hub id or a GGUF file; None takes the built-in SmolLM2-135M-Instruct, which is fetched
-            once (98 MB) and kept in a cache directory.
+            once (93 MB) and kept in a cache directory.
         head: A head's directory; None takes the shipped head if the target is the built-in one, else none: then only
             method "plain" can be asked for.
         device: "auto", or what torch understands ("cpu", "cuda:0", "mps").

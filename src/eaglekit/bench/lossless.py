@@ -192,21 +192,21 @@ def check_enumeration(seed: int) -> Iterator[Finding]:
     full, partial = tiny_head(target, seed), tiny_head(target, seed, draft_vocab=[0, 2])
     warm = SamplingParams(temperature=0.7)
     penalised = SamplingParams(temperature=0.9, repetition_penalty=1.4)
-    cases: list[tuple[str, TreeShape, bool, SamplingParams]] = [
-        ("chain:2", TreeShape.chain(2), True, SamplingParams(temperature=1.0)),
-        ("chain:2, cold", TreeShape.chain(2), True, SamplingParams(temperature=0.4, top_k=2)),
-        ("tree", TreeShape.from_choices([[0], [1], [0, 0]]), True, warm),
-        ("tree, three siblings", TreeShape.from_choices([[0], [1], [2]]), True, SamplingParams(temperature=1.3)),
-        ("tree, top-p", TreeShape.from_choices([[0], [1], [0, 0]]), True, SamplingParams(temperature=1.0, top_p=0.8)),
-        ("tree, penalty", TreeShape.from_choices([[0], [1], [1, 0]]), True, penalised),
-        ("tree, most probable drafts", TreeShape.from_choices([[0], [1], [0, 0]]), False, warm),
-        ("tree, draft vocabulary", TreeShape.from_choices([[0], [1], [0, 0]]), True, warm),
-    ]  # fmt: skip
-    for name, shape, sampled, params in cases:
+    branching = TreeShape.from_choices([[0], [1], [0, 0]])
+    siblings, second = TreeShape.from_choices([[0], [1], [2]]), TreeShape.from_choices([[0], [1], [1, 0]])
+    cases: list[tuple[str, EagleDrafter, SamplingParams]] = [
+        ("chain:2", EagleDrafter(full, target, TreeShape.chain(2)), SamplingParams(temperature=1.0)),
+        ("chain:2, cold", EagleDrafter(full, target, TreeShape.chain(2)), SamplingParams(temperature=0.4, top_k=2)),
+        ("tree", EagleDrafter(full, target, branching), warm),
+        ("tree, three siblings", EagleDrafter(full, target, siblings), SamplingParams(temperature=1.3)),
+        ("tree, top-p", EagleDrafter(full, target, branching), SamplingParams(temperature=1.0, top_p=0.8)),
+        ("tree, penalty", EagleDrafter(full, target, second), penalised),
+        ("tree, most probable drafts", EagleDrafter(full, target, branching, sampled=False), warm),
+        ("tree, draft vocabulary", EagleDrafter(partial, target, branching), warm),
+    ]
+    for name, drafter, params in cases:
         processors = (RepetitionPenalty(params.repetition_penalty),) if params.repetition_penalty != 1 else ()
         law = Law(params, processors)
-        head = partial if "vocabulary" in name else full
-        drafter = EagleDrafter(head, target, shape, sampled=sampled)
         ids = [0, 1, 2]
         ours = output_law(target, drafter, ids, law, 3)
         plain = plain_law(target.next_logits, ids, law, 3)

@@ -52,10 +52,8 @@ class MethodSpec:
             temperature = float(heat) if heat else 0.0
         except ValueError:
             temperature = -1.0
-        bad = (
-            kind not in ("transformers", "plain", "eagle") or (tree and kind != "eagle") or not body or body[-1] == ":"
-        )
-        if bad or not 0 <= temperature < math.inf:
+        known = kind in ("transformers", "plain", "eagle") and not body.endswith(":")
+        if not known or (tree and kind != "eagle") or not 0 <= temperature < math.inf:
             raise InputError(
                 f"method {text!r}: expected transformers, plain, eagle or eagle:TREE, "
                 "with @TEMPERATURE behind it if not 0"
