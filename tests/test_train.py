@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import shutil
 from dataclasses import replace
@@ -18,8 +17,7 @@ from eaglekit.errors import DataError, HeadError, InputError, UnsupportedModelEr
 from eaglekit.models.checkpoint import load_head, read_config, save_head
 from eaglekit.models.head import EagleHead, HeadCache, HeadConfig
 from eaglekit.models.hf import HFTarget
-from eaglekit.train.batch_llama import BatchLlama
-from eaglekit.train.dataset import Dialogue, encode_dialogue, encode_prompt, read_conversations
+from eaglekit.train.dataset import Dialogue, encode_dialogue, encode_prompt
 from eaglekit.train.evaluate import simulate, standard_shapes
 from eaglekit.train.features import FeatureStore, FeatureWriter, extract, read_index
 from eaglekit.train.objective import (
@@ -241,37 +239,6 @@ def lines(path: Path, *rows: Any) -> Path:
     return path
 
 
-def test_files_that_are_wrong_name_the_line(tmp_path: Path) -> None:
-    good = {"turns": ["a", "b"]}
-    with pytest.raises(DataError, match="no such file"):
-        read_conversations(tmp_path / "x.jsonl")
-    with pytest.raises(DataError, match=r"a\.jsonl:2: not JSON"):
-        read_conversations(lines(tmp_path / "a.jsonl", good, '{"turns": ["a"'))
-    with pytest.raises(DataError, match=r"a\.jsonl:2: a list"):
-        read_conversations(lines(tmp_path / "a.jsonl", good, []))
-    for bad in ({"turns": []}, {"turns": [3]}, {"text": "a"}, {"conversations": [{"role": "bot", "content": "a"}]}):
-        with pytest.raises(DataError, match=r"a\.jsonl:1: expected"):
-            read_conversations(lines(tmp_path / "a.jsonl", bad, good))
-    data = gzip.compress(b"".join(json.dumps({"turns": [f"{i}" * 30]}).encode() + b"\n" for i in range(500)))
-    (tmp_path / "b.jsonl.gz").write_bytes(data[: len(data) // 2])
-    with pytest.raises(DataError, match=r"b\.jsonl\.gz:\d+: cannot be read on"):
-        read_conversations(tmp_path / "b.jsonl.gz")
-    (tmp_path / "c.jsonl").write_bytes(b'{"turns": ["\xff"]}\n')
-    with pytest.raises(DataError, match=r"c\.jsonl:1"):
-        read_conversations(tmp_path / "c.jsonl")
-
-
-def test_prompts_and_dialogues_are_read(tmp_path: Path) -> None:
-    talk = [{"role": "user", "content": "q", "x": 1}, {"role": "assistant", "content": "a"}]
-    rows = ({"turns": ["x\u2028y", "z"]}, {"conversations": talk})
-    data = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(data.encode()))
-    assert read_conversations(tmp_path / "a.jsonl.gz") == [
-        [{"role": "user", "content": "x\u2028y"}],
-        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}],
-    ]
-
-
 def test_answers_are_found_by_the_chat_template() -> None:
     tok = tokenizer()
     talk = [
@@ -297,29 +264,11 @@ def test_answers_are_found_by_the_chat_template() -> None:
 # --- features and answers
 
 
-def test_batch_llama_equals_the_stock_model() -> None:
-    model = llama().eval()
-    fast = BatchLlama(model, slots=3, max_length=24, dtype=torch.float32)
-    ids = torch.randint(200, (3, 20), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        wanted = model.model(ids).last_hidden_state
-    starts = [4, 9, 6]
-    read = fast.read([row[:n].tolist() for row, n in zip(ids, starts, strict=True)], [2, 0, 1])
-    for y, row, n in zip(read, wanted, starts, strict=True):
-        torch.testing.assert_close(y, row[:n], rtol=1e-4, atol=1e-4)
-    order, lengths = torch.tensor([1, 2, 0]), torch.tensor([9, 6, 4])  # slot -> row
-    for _ in range(5):
-        y = fast.step(ids[order, lengths], lengths)
-        torch.testing.assert_close(y, wanted[order, lengths], rtol=1e-4, atol=1e-4)
-        lengths = lengths + 1
-    torch.testing.assert_close(fast.logits(y), model.lm_head(wanted[order, lengths - 1]), rtol=1e-3, atol=1e-3)
-
-
 @pytest.mark.parametrize("fast", [True, False])
 def test_answers_resume_where_they_stopped(tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fast:
-        monkeypatch.setattr("eaglekit.train.synthesize.supports", lambda model: False)
-    model = llama().eval()
+        monkeypatch.setattr("eaglekit.train.generate.is_fast", lambda model: False)
+    model = llama(head_dim=32).eval()
     prompts = [[i + 1, i + 2, *range(i)] for i in range(13)]
     options = SynthesisOptions(max_prompt_tokens=13, max_new_tokens=6, batch_size=4, temperatures=(0.0, 1.0))
     path, store = tmp_path / "a.jsonl", tmp_path / "f"
@@ -365,7 +314,7 @@ def test_an_answer_is_written_before_its_features(tmp_path: Path) -> None:
 
     options = SynthesisOptions(max_new_tokens=6, batch_size=2)
     prompts = [[i + 1, i + 2] for i in range(9)]
-    synthesize(llama().eval(), prompts, path, eos_ids=[256], pad_id=0, options=options, on_features=sink)
+    synthesize(llama(head_dim=32).eval(), prompts, path, eos_ids=[256], pad_id=0, options=options, on_features=sink)
     assert seen == [[*prompt, *answer] for prompt, answer, _ in read_dialogues(path)]
     assert len(seen) == 9
 
@@ -565,12 +514,12 @@ class Job:
         self.store = folder / "out" / "data" / "features"
 
     def run(self, model: Any = None, **changes: Any) -> Any:
-        target = HFTarget(llama() if model is None else model, "tiny")
+        target = HFTarget(llama(head_dim=32) if model is None else model, "tiny")
         return train_head(target, tokenizer(), **{**self.arguments, **changes})
 
 
 def test_from_text_to_a_head(tmp_path: Path) -> None:
-    job, model = Job(tmp_path), llama()
+    job, model = Job(tmp_path), llama(head_dim=32)
     weights = {n: t.clone() for n, t in model.state_dict().items()}
     result = job.run(model)
     assert len(read_index(job.store)) == 15
@@ -585,7 +534,7 @@ def test_from_text_to_a_head(tmp_path: Path) -> None:
 def test_data_of_another_call_is_refused(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.run()
-    tuned = llama()
+    tuned = llama(head_dim=32)
     with torch.no_grad():
         tuned.model.layers[1].mlp.up_proj.weight.add_(0.1)
     other = lines(tmp_path / "q.jsonl", *job.rows[1:])

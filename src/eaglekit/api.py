@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
 from pathlib import Path
@@ -15,19 +15,21 @@ from eaglekit.core.random import GeneratorSource
 from eaglekit.core.sampling import Law, Processor, SamplingParams
 from eaglekit.core.stats import Stats
 from eaglekit.core.tree import TreeShape
-from eaglekit.drafters.eagle import EagleDrafter, make_readout
+from eaglekit.drafters.auto import AutoDrafter, Clockwork, default_arms
+from eaglekit.drafters.eagle import EagleDrafter
 from eaglekit.engine.decode import Session, check_prompt
 from eaglekit.engine.drafter import Drafter, PlainDrafter
 from eaglekit.engine.stopping import FinishReason, Piece, Stopper
 from eaglekit.errors import HeadError, InputError
+from eaglekit.models.checkpoint import check_fit
 from eaglekit.models.defaults import GenerationDefaults
+from eaglekit.models.draft import DraftModel
 from eaglekit.models.head import EagleHead
 from eaglekit.models.target import Target
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
-Method = Literal["eagle", "plain"]
-Readout = Callable[[torch.Tensor], torch.Tensor]
+Method = Literal["auto", "eagle", "plain"]
 
 
 @dataclass(frozen=True)
@@ -142,23 +144,28 @@ class Model:
     tokenizer: Any = None
     head: EagleHead | None = None
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
-    _readout: tuple[EagleHead, Readout] | None = field(default=None, init=False, repr=False)
+    _drafting: DraftModel | None = field(default=None, init=False, repr=False)
+    _clockwork: Clockwork | None = field(default=None, init=False, repr=False)
 
     @staticmethod
     def wrap(target: Any, tokenizer: Any = None, head: EagleHead | None = None) -> Model:
         """A model from what is in memory already.
 
         Args:
-            target: A causal language model of transformers, which is put in eval mode, or an `HFTarget`.
+            target: A causal language model of transformers, which is put in eval mode, or an `HFTarget` or
+                `FastTarget`.
             tokenizer: Of transformers.
             head: On the target's device.
 
         Raises:
             UnsupportedModelError: the family cannot read trees exactly.
         """
-        from eaglekit.models.hf import HFTarget
+        from eaglekit.models.fast import FastTarget
 
-        target = target if isinstance(target, HFTarget) else HFTarget(target)
+        if not isinstance(target, FastTarget):
+            from eaglekit.models.hf import HFTarget
+
+            target = target if isinstance(target, HFTarget) else HFTarget(target)
         return Model(target, tokenizer, head, target.defaults(tokenizer))
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
@@ -190,8 +197,8 @@ class Model:
         repetition_penalty: float | None = None,
         stop: str | Sequence[str] = (),
         seed: int | None = None,
-        tree: str | TreeShape = "paper",
-        method: Method = "eagle",
+        tree: str | TreeShape | None = None,
+        method: Method = "auto",
         logits_processor: Sequence[Processor] = (),
         logprobs: bool = False,
         chat_template: bool = True,
@@ -208,8 +215,10 @@ class Model:
             repetition_penalty: Default: the model's generation_config, else 1 (off).
             stop: Strings that end the answer; they are not part of its text.
             seed: Makes the answer repeatable; the global random state is never used.
-            tree: "paper", "chain:N", a JSON file of choices, or a `TreeShape`.
-            method: "eagle", or "plain" for one token per pass.
+            tree: "paper", "chain:N", a JSON file of choices, or a `TreeShape`. Default: for method "auto" what pays best,
+                found while decoding; for "eagle" the paper's.
+            method: "auto" (EAGLE as far as it pays, plain decoding where it does not, or without a head), "eagle", or
+                "plain" for one token per pass.
             logits_processor: Callables like the `LogitsProcessor` of transformers. Each tree node is given its own
                 prefix, drafts included, so they must be functions of their arguments alone.
             logprobs: Whether to return log-probabilities.
@@ -230,11 +239,11 @@ class Model:
             check_prompt(plan.ids, max_new_tokens, self.target.info.max_length, self.target)
         return plan.run(session)
 
-    def chat(self, *, system: str | None = None, tree: str | TreeShape = "paper", method: Method = "eagle") -> Chat:
+    def chat(self, *, system: str | None = None, tree: str | TreeShape | None = None, method: Method = "auto") -> Chat:
         """A conversation whose caches are kept from turn to turn."""
         return Chat(self, Session(self.target, self.drafter(method, tree), self.target.info.max_length), system)
 
-    def drafter(self, method: Method, tree: str | TreeShape) -> Drafter:
+    def drafter(self, method: Method, tree: str | TreeShape | None) -> Drafter:
         """The drafter for a method and a tree.
 
         Raises:
@@ -242,19 +251,25 @@ class Model:
             HeadError: method "eagle" without a head.
         """
         check_method(method)
-        shape = TreeShape.parse(tree) if isinstance(tree, str) else tree
+        shape = TreeShape.paper() if tree is None else TreeShape.parse(tree) if isinstance(tree, str) else tree
         if not isinstance(shape, TreeShape):
             raise InputError(f"tree={tree!r}: expected 'paper', 'chain:N', the path of a JSON file, or a TreeShape")
-        if method == "plain":
+        if method == "plain" or (method == "auto" and self.head is None and tree is None):
             return PlainDrafter()
         if self.head is None:
             raise HeadError(
                 f"method 'eagle' needs a draft head, and none was given for {self.target.info.name}; "
                 "pass head=DIR (--head DIR), train one with 'eaglekit train', or use method='plain' (--method plain)"
             )
-        if self._readout is None or self._readout[0] is not self.head:
-            self._readout = (self.head, make_readout(self.head, self.target))
-        return EagleDrafter(self.head, self.target, shape, readout=self._readout[1])
+        check_fit(self.head.config, self.target.info)
+        if self._drafting is None or self._drafting.head is not self.head:
+            self._drafting, self._clockwork = DraftModel(self.head, self.target), None
+        if method == "eagle" or tree is not None:
+            return EagleDrafter(self.head, self.target, shape, model=self._drafting)
+        if self._clockwork is None:
+            self._clockwork = Clockwork(default_arms())
+        middle = EagleDrafter(self.head, self.target, TreeShape.chain(2), model=self._drafting)
+        return AutoDrafter(middle, self._clockwork)
 
     def encode(self, prompt: Prompt, *, chat_template: bool = True) -> list[int]:
         """Token ids of a prompt, as `generate` reads it.
@@ -487,6 +502,7 @@ def load(
     *,
     device: str = "auto",
     dtype: str = "auto",
+    weights: str = "auto",
 ) -> Model:
     """Load a target and its draft head.
 
@@ -497,30 +513,42 @@ def load(
             method "plain" can be asked for.
         device: "auto", or what torch understands ("cpu", "cuda:0", "mps").
         dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), "float32", "bfloat16" or "float16".
+        weights: On a CPU, how matrices are kept: "fp32", "fp16", "int8", or "stock" for transformers' own modules;
+            "auto" is "fp32" where compiled kernels can run the model, else "stock". Output ids are the model's own in
+            fp32; fp16 and int8 change the model a little, and drafting changes nothing in any of them.
 
     Raises:
         TargetError: the target cannot be found, read or supported.
         HeadError: the head cannot be read, or does not fit the target.
         CacheError: the built-in target cannot be fetched or is damaged.
+        InputError: an option is none of those named, or two do not go together.
     """
-    from eaglekit.models import builtin, gguf_files
-    from eaglekit.models.checkpoint import check_fit, load_head
-    from eaglekit.models.load import load_hf
+    from eaglekit.models.checkpoint import load_head
+    from eaglekit.models.load import load_target
 
-    path: str | Path
-    if target is None:
-        path = builtin.fetch()
-        head = builtin.shipped_head() if head is None else head
-    elif str(target).lower().endswith(".gguf"):
-        path = gguf_files.load_gguf(Path(target))
-    else:
-        path = target
-    hf, tokenizer = load_hf(path, device=device, dtype=dtype)
-    model = Model.wrap(hf, tokenizer)
+    path, head = locate(target, head)
+    loaded, tokenizer = load_target(path, device=device, dtype=dtype, weights=weights)
+    model = Model.wrap(loaded, tokenizer)
     if head is not None:
         # On a CPU half precision is slow, and the head is small: float32 there, the checkpoint's own elsewhere.
-        head_dtype = torch.float32 if hf.info.device.type == "cpu" else None
-        loaded = load_head(Path(head), dtype=head_dtype, device=hf.info.device)
-        check_fit(loaded.config, hf.info)
-        model.head = loaded
+        head_dtype = torch.float32 if loaded.info.device.type == "cpu" else None
+        draft = load_head(Path(head), dtype=head_dtype, device=loaded.info.device)
+        check_fit(draft.config, loaded.info)
+        model.head = draft
     return model
+
+
+def locate(target: str | Path | None, head: str | Path | None = None) -> tuple[str | Path, str | Path | None]:
+    """Where a target's files and its head's are; the built-in target is fetched, a GGUF file converted, if need be.
+
+    Raises:
+        TargetError: the GGUF file cannot be read.
+        CacheError: the built-in target cannot be fetched or is damaged.
+    """
+    from eaglekit.models import builtin, gguf_files
+
+    if target is None:
+        return builtin.fetch(), builtin.shipped_head() if head is None else head
+    if str(target).lower().endswith(".gguf"):
+        return gguf_files.load_gguf(Path(target)), head
+    return target, head

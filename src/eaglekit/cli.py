@@ -19,11 +19,12 @@ import typer
 
 from eaglekit import __version__
 from eaglekit.errors import EaglekitError, InputError
-from eaglekit.train.options import SynthesisOptions, TrainOptions
+from eaglekit.train.options import SelfTalkOptions, SynthesisOptions, TrainOptions
 
 if TYPE_CHECKING:
     from eaglekit.api import Generation, Model, Stream
     from eaglekit.core.stats import Stats
+    from eaglekit.models.hf import HFTarget
 
 app = typer.Typer(
     name="eaglekit",
@@ -43,8 +44,16 @@ Head = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
-Method = Annotated[str, typer.Option(help="eagle, or plain: one token per pass.")]
-Tree = Annotated[str, typer.Option(help="paper, chain:N, or a JSON file of choices.")]
+Weights = Annotated[
+    str,
+    typer.Option(help="fp32, fp16 or int8 matrices on a CPU; stock: transformers' modules. auto: fp32 where it can be."),
+]
+Method = Annotated[
+    str, typer.Option(help="auto: EAGLE as far as it pays; eagle; plain: one token per pass.")
+]
+Tree = Annotated[
+    str | None, typer.Option(help="paper, chain:N, or a JSON file of choices. Default: what pays (auto), paper (eagle).")
+]
 MaxNewTokens = Annotated[int, typer.Option(help="Limit of the answer, tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
 TopP = Annotated[
@@ -97,22 +106,34 @@ def _note(message: str) -> None:
     print(f"eaglekit: {message}", file=sys.stderr, flush=True)
 
 
-def _load(target: str | None, head: str | None, device: str, dtype: str) -> Model:
+def _load(target: str | None, head: str | None, device: str, dtype: str, weights: str) -> Model:
     from eaglekit.api import load
 
-    model = load(target, head, device=device, dtype=dtype)
+    model = load(target, head, device=device, dtype=dtype, weights=weights)
     for note in model.defaults.notes:
         _note(note)
+    if model.head is None:
+        _note("no draft head for this target: decoding plainly; --head DIR names one, 'eaglekit train' makes one")
     return model
 
 
-def _check_before_loading(method: str, tree: str, options: dict[str, Any]) -> None:
+def _load_stock(target: str | None, device: str) -> Any:
+    """The stock module of a target, for comparison."""
+    from eaglekit.api import locate
+    from eaglekit.models.load import load_hf
+
+    path, _ = locate(target)
+    return load_hf(path, device=device)[0].model
+
+
+def _check_before_loading(method: str, tree: str | None, options: dict[str, Any]) -> None:
     """Refuse what no model could carry out before gigabytes are read."""
     from eaglekit.api import Model, check_method
     from eaglekit.core.tree import TreeShape
 
     check_method(method)
-    TreeShape.parse(tree)
+    if tree is not None:
+        TreeShape.parse(tree)
     Model.check_options(**options)
 
 
@@ -142,8 +163,8 @@ def generate(
     system: System = None,
     target: Target = None,
     head: Head = None,
-    method: Method = "eagle",
-    tree: Tree = "paper",
+    method: Method = "auto",
+    tree: Tree = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
@@ -159,6 +180,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
 ) -> None:
     """Answer one prompt, streaming the text as it is accepted."""
     text = _read_prompt(prompt, prompt_file)
@@ -178,7 +200,7 @@ def generate(
         "stop": stop or [],
     }
     _check_before_loading(method, tree, sampling)
-    model = _load(target, head, device, dtype)
+    model = _load(target, head, device, dtype, weights)
     options = {**sampling, "tree": tree, "chat_template": not raw}
     stream = model.stream(messages, method=method, **options)  # type: ignore[arg-type]
     out = stream.result() if as_json else _print_stream(stream)
@@ -262,8 +284,8 @@ def chat(
     system: System = None,
     target: Target = None,
     head: Head = None,
-    method: Method = "eagle",
-    tree: Tree = "paper",
+    method: Method = "auto",
+    tree: Tree = None,
     max_new_tokens: MaxNewTokens = 512,
     temperature: Temperature = 0.0,
     top_p: TopP = None,
@@ -273,6 +295,7 @@ def chat(
     seed: Seed = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
 ) -> None:
     """Talk. /reset begins anew, /stats shows numbers, /quit leaves; Ctrl-C stops one answer only."""
     from eaglekit.core.stats import Stats
@@ -289,7 +312,7 @@ def chat(
     _check_before_loading(method, tree, options)
     if sys.stdin is None:
         raise InputError("chat: standard input is closed, so there is nobody to talk to")
-    model = _load(target, head, device, dtype)
+    model = _load(target, head, device, dtype, weights)
     talk = model.chat(system=system, tree=tree, method=method)  # type: ignore[arg-type]
     total = Stats()
     if sys.stdin.isatty():
@@ -355,6 +378,7 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
 ) -> None:
     """Is it lossless here? Greedy identity, laws above temperature 0, purity of the caches; exit code 1 if not."""
     import dataclasses
@@ -367,7 +391,7 @@ def check(
         changes["identity_prompts"] = prompts
     if draws is not None:
         changes["draws"] = draws
-    model = _load(target, head, device, dtype)
+    model = _load(target, head, device, dtype, weights)
     found = []
     for finding in lossless.check(model, dataclasses.replace(options, **changes)):
         found.append(finding)
@@ -398,8 +422,8 @@ def bench(
     method: Annotated[
         list[str] | None,
         typer.Option(
-            help="transformers, plain, eagle or eagle:TREE, @TEMPERATURE behind it; may be repeated. "
-            "Default: plain, eagle:paper, eagle:chain:5."
+            help="transformers, plain, auto, eagle or eagle:TREE, @TEMPERATURE behind it; may be repeated. "
+            "Default: plain, auto, eagle:paper, eagle:chain:5."
         ),
     ] = None,
     max_new_tokens: MaxNewTokens = 128,
@@ -413,24 +437,27 @@ def bench(
     seed: Annotated[int, typer.Option(min=0, help="Decides everything random.")] = 0,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
 ) -> None:
     """Measure acceptance and speed: every method on every prompt in turn, the same weights and limits for all."""
     from eaglekit.bench import run as runner
     from eaglekit.bench.tasks import read_tasks
 
     tasks = read_tasks(prompts, limit)
-    specs = [runner.MethodSpec.parse(m) for m in method or ("plain", "eagle:paper", "eagle:chain:5")]
+    specs = [runner.MethodSpec.parse(m) for m in method or ("plain", "auto", "eagle:paper", "eagle:chain:5")]
     if max_new_tokens < 1:
         raise InputError(f"--max-new-tokens {max_new_tokens}: expected at least 1")
     for option, path in (("--output", output), ("--record", record)):
         if path is not None and (path.is_dir() or not path.parent.is_dir()):
             raise InputError(f"{option} {path}: expected a file in a folder that exists")
-    model = _load(target, head, device, dtype)
+    model = _load(target, head, device, dtype, weights)
     settings = {"file": prompts.name, "max_new_tokens": max_new_tokens, "seed": seed, "batch": 1}
+    stock = _load_stock(target, device) if any(spec.kind == "transformers" for spec in specs) else None
     names = {"target": model.target.info.name, "head": head or (None if target else "shipped"), "dtype": dtype}
+    names["weights"] = getattr(model.target, "weights", "stock")
     kept = None if record is None else runner.Record(record, {**settings, **names})
     data: dict[str, Any] = {}
-    runs = runner.run(model, tasks, specs, max_new_tokens=max_new_tokens, seed=seed, record=kept)
+    runs = runner.run(model, tasks, specs, max_new_tokens=max_new_tokens, seed=seed, record=kept, stock=stock)
     for number, results in enumerate(runs, 1):
         data = runner.report(model, results, settings)
         if output is not None:
@@ -441,22 +468,50 @@ def bench(
     print(json.dumps(data))
 
 
+def _use_config(context: typer.Context, path: Path | None) -> Path | None:
+    """Let the options of a file stand in for those that the command line leaves out."""
+    if path is not None:
+        from eaglekit.train.config_file import read_config
+
+        known = {
+            str(option.name): bool(getattr(option, "multiple", False))
+            for option in context.command.params
+            if option.name not in ("config", "help")
+        }
+        try:
+            context.default_map = {**(context.default_map or {}), **read_config(path, known)}
+        except EaglekitError as e:
+            _fail(str(e))
+    return path
+
+
 @app.command()
 @_reporting
 def train(
     output: Annotated[Path, typer.Option(help="Folder of the head, and of everything on the way.")],
     data: Annotated[
-        list[Path],
+        list[Path] | None,
         typer.Option(
-            help="JSON lines, may be repeated: 'turns' are prompts that the target answers, "
-            "'conversations' are dialogues used as they are."
+            help="JSON lines or parquet, may be repeated: 'turns' are prompts that the target answers; dialogues in "
+            "'messages' or 'conversations' and plain 'text' are used as they are."
         ),
-    ],
+    ] = None,
     target: Target = None,
     synthesize: Annotated[
-        int | None, typer.Option(min=1, help="Prompts that the target answers, in the seed's order. Default: all.")
+        int | None,
+        typer.Option(
+            min=1,
+            help="Prompts of the data that the target answers, in the seed's order; default: all. Without --data: "
+            "dialogues that the target writes all by itself.",
+        ),
     ] = None,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Without --data: most turns of the user in a dialogue.")
+    ] = SelfTalkOptions.turns,
     given_tokens: Annotated[int, typer.Option(min=0, help="Tokens of given dialogues used; 0 for all.")] = 0,
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out rows of the data that cannot be read, and count them.")
+    ] = False,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Limit of the target's answers, tokens.")
     ] = SynthesisOptions.max_new_tokens,
@@ -493,10 +548,16 @@ def train(
     ] = TrainOptions.seed,
     device: Device = "auto",
     dtype: Dtype = "auto",
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            is_eager=True,
+            callback=_use_config,
+            help="YAML file of these options, named as here without dashes in front; the command line wins.",
+        ),
+    ] = None,
 ) -> None:
     """Train a draft head: the target answers prompts, its features are read, the head learns to predict them."""
-    from eaglekit.models import builtin, gguf_files
-    from eaglekit.models.load import load_hf
     from eaglekit.train.pipeline import train_head
 
     options = TrainOptions(
@@ -510,28 +571,84 @@ def train(
         linear_start=linear_start,
         seed=seed,
     )
-    path: str | Path = target or builtin.fetch()
-    if str(path).lower().endswith(".gguf"):
-        path = gguf_files.load_gguf(path)
-    loaded, tokenizer = load_hf(path, device=device, dtype=dtype)
-    if tokenizer is None:
-        raise InputError(f"train: {path} has no tokenizer, so text cannot be read; add its tokenizer files")
+    if not data and synthesize is None:
+        raise InputError("train: nothing to train on; expected --data FILE, or --synthesize N for N dialogues of its own")
+    path, loaded, tokenizer = _load_for_training("train", target, device, dtype)
     result = train_head(
         loaded,
         tokenizer,
         target_name=Path(str(path)).name,
-        files=data,
+        files=data or [],
         output=output,
         options=options,
         synthesis=SynthesisOptions(max_new_tokens=max_new_tokens, seed=seed),
         answers=synthesize,
         given_tokens=given_tokens,
+        talk=SelfTalkOptions(turns=turns),
+        skip_bad=skip_bad,
         init=init,
         resume=resume,
         progress=_note,
     )
     tau = ", ".join(f"{name} {value:.2f}" for name, value in result.best.tau.items())
     print(f"{output}: τ on held-out answers {tau} after {result.best_step} of {result.steps} steps")
+
+
+def _load_for_training(command: str, target: str | None, device: str, dtype: str) -> tuple[str | Path, HFTarget, Any]:
+    """Name, stock target and tokenizer of what features are read from."""
+    from eaglekit.models import builtin, gguf_files
+    from eaglekit.models.load import load_hf
+
+    path: str | Path = target or builtin.fetch()
+    if str(path).lower().endswith(".gguf"):
+        path = gguf_files.load_gguf(path)
+    loaded, tokenizer = load_hf(path, device=device, dtype=dtype)
+    if tokenizer is None:
+        raise InputError(f"{command}: {path} has no tokenizer, so text cannot be read; add its tokenizer files")
+    return path, loaded, tokenizer
+
+
+@app.command()
+@_reporting
+def eval_head(
+    prompts: Annotated[
+        Path, typer.Option(help="JSON lines with 'turns', 'prompt' or 'messages'; first turns are used.")
+    ],
+    target: Target = None,
+    head: Head = None,
+    max_new_tokens: MaxNewTokens = 256,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first N prompts only.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the numbers to this file.")] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+) -> None:
+    """Judge a draft head by what the target says to prompts: acceptance by depth, n-α and τ; nothing is timed."""
+    import torch
+
+    from eaglekit.bench.tasks import read_tasks
+    from eaglekit.models import builtin
+    from eaglekit.models.checkpoint import check_fit, load_head
+    from eaglekit.train.dataset import encode_prompt
+    from eaglekit.train.eval_head import eval_head as judge
+
+    tasks = read_tasks(prompts, limit)
+    if max_new_tokens < 1:
+        raise InputError(f"--max-new-tokens {max_new_tokens}: expected at least 1")
+    if json_file is not None and (json_file.is_dir() or not json_file.parent.is_dir()):
+        raise InputError(f"--json {json_file}: expected a file in a folder that exists")
+    if head is None and target is not None:
+        raise InputError(f"eval-head: no head was given for {target}; name one with --head DIR, or train it first")
+    folder = Path(head) if head is not None else builtin.shipped_head()
+    path, loaded, tokenizer = _load_for_training("eval-head", target, device, dtype)
+    draft = load_head(folder, dtype=torch.float32, device=loaded.info.device)
+    check_fit(draft.config, loaded.info)
+    ids = [encode_prompt(tokenizer, [{"role": "user", "content": task.text}]) for task in tasks]
+    report = judge(loaded, tokenizer, draft, ids, max_new_tokens=max_new_tokens, progress=_note)
+    print(report.table())
+    if json_file is not None:
+        facts = {"target": Path(str(path)).name, "head": head or "shipped", "file": prompts.name}
+        data = {**facts, "max_new_tokens": max_new_tokens, **report.to_dict()}
+        json_file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 @app.command()

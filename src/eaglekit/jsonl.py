@@ -5,15 +5,22 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from eaglekit.errors import DataError
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_lines(
+    path: Path, on_bad: Callable[[DataError], None] | None = None
+) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of every line that is not empty; lines are read as they are asked for.
+
+    Args:
+        path: The file.
+        on_bad: Called with what is wrong with a line, which is then left out, in place of raising it. A file that is
+            missing or cannot be read on is an error all the same.
 
     Raises:
         DataError: the file is missing, truncated or corrupt, or a line is not UTF-8 or no JSON object.
@@ -23,7 +30,13 @@ def read_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         # In binary, as text is decoded in blocks: a bad byte would be blamed on an earlier line.
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                row = _parsed(line, f"{path}:{number}")
+                try:
+                    row = _parsed(line, f"{path}:{number}")
+                except DataError as e:
+                    if on_bad is None:
+                        raise
+                    on_bad(e)
+                    continue
                 if row is not None:
                     yield number, row
     except FileNotFoundError:

@@ -3,7 +3,7 @@
 Contract: methods alternate prompt by prompt, in an order that rotates, so that a machine whose speed drifts slows all
 of them alike; each is warmed up once; the same weights, prompts, limits and stopping serve all. A ratio is taken prompt
 by prompt, on seconds per new token, and reported as median, 10th and 90th percentile. `transformers` is the stock
-`generate` on the very same module. Greedy ids are compared with those of the first greedy method named.
+`generate` on the same checkpoint, in float32 on a CPU. Greedy ids are compared with those of the first greedy method named.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 
@@ -32,16 +32,16 @@ from eaglekit.errors import InputError
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A column of the table: `transformers`, `plain`, or `eagle` with a tree; `@T` behind it sets the temperature."""
+    """A column of the table: `transformers`, `plain`, `auto`, or `eagle` with a tree; `@T` behind it sets T."""
 
     label: str
-    kind: str
-    tree: str = "paper"
+    kind: Literal["transformers", "plain", "auto", "eagle"]
+    tree: str | None = None
     temperature: float = 0.0
 
     @staticmethod
     def parse(text: str) -> MethodSpec:
-        """`transformers`, `plain`, `eagle`, `eagle:TREE`, each with an optional `@TEMPERATURE`.
+        """`transformers`, `plain`, `auto`, `eagle`, `eagle:TREE`, each with an optional `@TEMPERATURE`.
 
         Raises:
             InputError: it is none of these.
@@ -52,15 +52,15 @@ class MethodSpec:
             temperature = float(heat) if heat else 0.0
         except ValueError:
             temperature = -1.0
-        known = kind in ("transformers", "plain", "eagle") and not body.endswith(":")
+        known = kind in ("transformers", "plain", "auto", "eagle") and not body.endswith(":")
         if not known or (tree and kind != "eagle") or not 0 <= temperature < math.inf:
             raise InputError(
-                f"method {text!r}: expected transformers, plain, eagle or eagle:TREE, "
+                f"method {text!r}: expected transformers, plain, auto, eagle or eagle:TREE, "
                 "with @TEMPERATURE behind it if not 0"
             )
         if kind == "eagle":
             TreeShape.parse(tree or "paper")
-        return MethodSpec(text, kind, tree or "paper", temperature)
+        return MethodSpec(text, cast(Any, kind), (tree or "paper") if kind == "eagle" else None, temperature)
 
 
 @dataclass
@@ -142,6 +142,7 @@ def run(
     max_new_tokens: int,
     seed: int = 0,
     record: Record | None = None,
+    stock: Any = None,
 ) -> Iterator[list[MethodResult]]:
     """Run every method on every task; yields all results so far after each task.
 
@@ -152,6 +153,7 @@ def run(
         max_new_tokens: Limit of each answer.
         seed: Of the first prompt's sampling; the next has the next.
         record: Answers found there are not made again; new ones are added.
+        stock: The stock model that `transformers` runs; None: the target's own.
 
     Raises:
         InputError: no methods, or two with one label, or a prompt that cannot be answered; nothing was measured.
@@ -165,13 +167,15 @@ def run(
             raise InputError(f"bench: prompt {task.id}: {e}") from None
     results = [MethodResult(spec) for spec in specs]
     for spec in specs:
-        answer(model, tasks[0].text, spec, max_new_tokens=min(16, max_new_tokens), seed=seed)
+        answer(model, tasks[0].text, spec, max_new_tokens=min(16, max_new_tokens), seed=seed, stock=stock)
     for number, task in enumerate(tasks):
         for i in range(len(results)):
             result = results[(i + number) % len(results)]
             got = None if record is None else record.known.get((result.spec.label, number))
             if got is None:
-                got = answer(model, task.text, result.spec, max_new_tokens=max_new_tokens, seed=seed + number)
+                got = answer(
+                    model, task.text, result.spec, max_new_tokens=max_new_tokens, seed=seed + number, stock=stock
+                )
                 if record is not None:
                     record.add(result.spec, number, got)
             result.add(got)
@@ -179,11 +183,13 @@ def run(
         yield results
 
 
-def answer(model: Model, text: str, spec: MethodSpec, *, max_new_tokens: int, seed: int) -> Answer:
+def answer(
+    model: Model, text: str, spec: MethodSpec, *, max_new_tokens: int, seed: int, stock: Any = None
+) -> Answer:
     """One answer, timed from the token ids to the last token."""
     prompt = model.encode(text)
     if spec.kind == "transformers":
-        return _stock(model, prompt, spec, max_new_tokens, seed)
+        return _stock(model, stock, prompt, spec, max_new_tokens, seed)
     start = time.perf_counter()
     out = model.generate(
         prompt,
@@ -196,8 +202,8 @@ def answer(model: Model, text: str, spec: MethodSpec, *, max_new_tokens: int, se
     return Answer(out.token_ids, time.perf_counter() - start, out.stats)
 
 
-def _stock(model: Model, prompt: list[int], spec: MethodSpec, max_new_tokens: int, seed: int) -> Answer:
-    module = getattr(model.target, "model", None)
+def _stock(model: Model, stock: Any, prompt: list[int], spec: MethodSpec, max_new_tokens: int, seed: int) -> Answer:
+    module = getattr(model.target, "model", None) if stock is None else stock
     if module is None:
         raise InputError("bench: method 'transformers' needs a target that is a stock transformers model")
     own = model.defaults.sampling  # said outright: transformers would keep the 50 likeliest tokens if nothing is said
@@ -233,6 +239,7 @@ def report(model: Model, results: Sequence[MethodResult], settings: dict[str, An
         "target": {
             "name": model.target.info.name.rsplit("/", 1)[-1],
             "dtype": str(model.target.info.dtype).removeprefix("torch."),
+            "weights": getattr(model.target, "weights", "stock"),
             "device": str(model.target.info.device),
         },
         "methods": {r.spec.label: _numbers(r, base) for r in results},

@@ -144,8 +144,11 @@ class Law:
         return torch.cat(rows)
 
     def argmax(self, logits: Tensor, prefixes: Sequence[Tensor] | None = None) -> Tensor:
-        """The most probable token of each row: int64 [R]."""
-        return self.scores(logits, prefixes).argmax(-1)
+        """The most probable token of each row, the first of equal ones: int64 [R]."""
+        scores = self.scores(logits, prefixes)
+        if scores.device.type == "cpu":  # NumPy's is ten times as fast
+            return torch.from_numpy(scores.numpy().argmax(-1))
+        return scores.argmax(-1)
 
     def probs(self, logits: Tensor, prefixes: Sequence[Tensor] | None = None) -> Tensor:
         """The law of each row, [R, V]: non-negative, rows sum to 1.

@@ -68,7 +68,7 @@ def verify(tree: DraftTree, logits: Tensor, law: Law, ids: Sequence[int], source
 
     if not law.greedy:
         return verify_sampling(tree, lambda node: law.probs(logits[node : node + 1], prefix(node))[0], source)
-    if before is None:
+    if before is None and logits.device.type != "cpu":  # one transfer for all nodes
         return verify_greedy(tree, law.argmax(logits).tolist().__getitem__)
     return verify_greedy(tree, lambda node: int(law.argmax(logits[node : node + 1], prefix(node))))
 

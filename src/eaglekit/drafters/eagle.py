@@ -12,15 +12,18 @@ Children are drawn without replacement from the draft law, or, with greedy decod
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from eaglekit.core.sampling import Law
 from eaglekit.core.tree import DraftTree, TreeShape
 from eaglekit.engine.drafter import Context, Observed
 from eaglekit.models.checkpoint import check_fit
-from eaglekit.models.head import EagleHead, HeadCache
+from eaglekit.models.draft import Drafted, DraftModel, Level, levels_of
+from eaglekit.models.head import EagleHead
+from eaglekit.models.native import top
 from eaglekit.models.target import Target
 
 _CHUNK = 512  # pairs of a long prompt that the head reads in one pass: its mask grows with their square
@@ -35,7 +38,7 @@ class EagleDrafter:
         shape: The tree.
         sampled: Whether drafts are drawn at random when tokens are; False proposes the most probable ones always, each
             with probability one. Both are exact.
-        readout: Logits [..., Vd] over the head's draft vocabulary; None makes it, which copies part of a matrix.
+        model: The head ready to work; None makes it, which copies the head and part of a matrix.
 
     Raises:
         HeadError: the head was made for another width or vocabulary.
@@ -50,14 +53,14 @@ class EagleDrafter:
         shape: TreeShape,
         *,
         sampled: bool = True,
-        readout: Callable[[Tensor], Tensor] | None = None,
+        model: DraftModel | None = None,
     ) -> None:
         check_fit(head.config, target.info)
         self.head = head
         self.target = target
         self.shape = shape
         self.sampled = sampled
-        self.readout = readout or make_readout(head, target)
+        self.model = model or DraftModel(head, target)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -69,42 +72,37 @@ class EagleDrafter:
         return EagleState(self, batch, max_length)
 
 
-def make_readout(head: EagleHead, target: Target) -> Callable[[Tensor], Tensor]:
-    """A function from features [..., H] to logits over the head's draft vocabulary, or over all tokens."""
-    return target.lm_head if head.draft_vocab is None else target.lm_head_of(head.draft_vocab)
-
-
 class EagleState:
-    """The head's cache, and the pairs that were committed but not read yet."""
+    """The head's caches, and the pairs that were committed but not read yet."""
 
     def __init__(self, drafter: EagleDrafter, batch: int, max_length: int) -> None:
         self._drafter = drafter
-        head = drafter.head
-        self._device = head.fc.weight.device
-        self._cache = HeadCache(head.config, batch, max_length, head.dtype, self._device)
+        self._head = drafter.model.open(batch, max_length)
         self._pending: list[Observed | None] = [None] * batch
-        # [B, H]: the head's output behind each row's last pair.
-        self._last = torch.zeros(batch, head.config.hidden_size, dtype=head.dtype, device=self._device)
+        self._last: Drafted | None = None  # the head's output behind each row's last pair
+        self._levels: dict[tuple[int, ...], tuple[Level, ...]] = {}
 
     @torch.inference_mode()
-    def propose(self, contexts: Sequence[Context]) -> list[DraftTree]:
-        """See `DrafterState.propose`."""
-        shape = self._drafter.shape.limited(max(c.max_depth for c in contexts))
+    def propose(self, contexts: Sequence[Context], shape: TreeShape | None = None) -> list[DraftTree]:
+        """See `DrafterState.propose`; `shape` replaces the drafter's own tree."""
+        shape = (shape or self._drafter.shape).limited(max(c.max_depth for c in contexts))
         if not shape.num_draft_tokens:
             return [DraftTree.root_only(c.ids[-1]) for c in contexts]
         self.read_pending()
-        grower = _Grower(self._drafter, shape, contexts)
-        features = self._last[:, None]
-        levels = shape.levels()
-        inner = [n for level in levels for n in level if shape.children[n]]
-        mask = shape.mask[inner][:, inner][:, 1:].to(features.device)
-        read = 0  # inner nodes, other than the root, whose pairs the head has read
-        for depth, level in enumerate(levels[:-1]):
-            nodes = [n for n in level if shape.children[n]]
-            if depth > 0:
-                features = self._read_drafts(grower, nodes, features, depth, mask[read + 1 :], read)
-                read += len(nodes)
-            grower.grow(nodes, features)
+        grower, out = _Grower(self._drafter, shape, contexts), self._last
+        assert out is not None
+        if len(contexts) == 1 and grower.deterministic(contexts[0].law) and not contexts[0].law.needs_prefix:
+            tokens = self._head.grow(shape, contexts[0].ids[-1], out)
+            if tokens is not None:
+                return [DraftTree(tokens, shape)]
+        levels = self._levels.get(shape.parents)
+        if levels is None:
+            levels = self._levels[shape.parents] = levels_of(shape)
+        for level in levels:
+            if level.depth > 0:
+                tokens = grower.tokens[:, level.nodes].clamp_min(0)
+                out = self._head.read_drafts(level, tokens, out.features[:, level.above])
+            grower.grow(level.nodes, out.logits)
         return [grower.tree(row) for row in range(len(contexts))]
 
     def commit(self, observed: Sequence[Observed]) -> None:
@@ -116,75 +114,27 @@ class EagleState:
         """See `DrafterState.truncate`."""
         for row, length in enumerate(lengths):
             pending = self._pending[row]
-            room = length - self._cache.lengths[row]
+            room = length - self._head.lengths[row]
             if pending is not None and room < len(pending.tokens):
                 self._pending[row] = pending.part(0, room) if room > 0 else None
-        self._cache.truncate([min(a, b) for a, b in zip(lengths, self._cache.lengths, strict=True)])
+        self._head.truncate([min(a, b) for a, b in zip(lengths, self._head.lengths, strict=True)])
 
     def committed(self, row: int = 0) -> list[Tensor]:
         """Keys and values [kv, length, D] of a row's committed pairs, layer by layer; for checks."""
-        length = self._cache.lengths[row]
-        return [t[row, :, :length] for t in (*self._cache.keys, *self._cache.values)]
+        return self._head.committed(row)
 
     @torch.inference_mode()
     def read_pending(self) -> None:
         """Read the committed pairs that were not read yet, in one pass unless there are many; all features are true."""
         for start in range(0, max((len(p.tokens) for p in self._pending if p is not None), default=0), _CHUNK):
             parts = [None if p is None else p.part(start, start + _CHUNK) for p in self._pending]
-            self._read_pairs([p if p is not None and len(p.tokens) else None for p in parts])
+            read = [(p.tokens, p.features) if p is not None and len(p.tokens) else None for p in parts]
+            out, rows = self._head.read(read), [row for row, pair in enumerate(read) if pair is not None]
+            if self._last is None or len(rows) == len(read):
+                self._last = out
+            else:
+                self._last.features[rows], self._last.logits[rows] = out.features[rows], out.logits[rows]
         self._pending = [None] * len(self._pending)
-
-    def _read_pairs(self, pairs: Sequence[Observed | None]) -> None:
-        """One pass over some pairs of each row, the next ones behind those in the cache."""
-        drafter, device = self._drafter, self._device
-        counts = [0 if p is None else len(p.tokens) for p in pairs]
-        width, hidden = max(counts), drafter.target.info.hidden_size
-        tokens = torch.zeros(len(counts), width, dtype=torch.long, device=device)
-        features = torch.zeros(len(counts), width, hidden, dtype=drafter.head.dtype, device=device)
-        for row, pair in enumerate(pairs):
-            if pair is not None:
-                tokens[row, : counts[row]] = pair.tokens
-                features[row, : counts[row]] = pair.features
-        starts = torch.tensor(self._cache.lengths, device=device)
-        positions = starts[:, None] + torch.arange(width, device=device)
-        out = drafter.head(drafter.target.embed(tokens).to(features.dtype), features, positions, None, self._cache)
-        self._cache.advance(counts)
-        rows = [row for row, count in enumerate(counts) if count]
-        self._last[rows] = out[rows, [counts[row] - 1 for row in rows]]
-
-    def _read_drafts(
-        self, grower: _Grower, nodes: list[int], features: Tensor, depth: int, mask: Tensor, read: int
-    ) -> Tensor:
-        """One pass over the drafts `nodes` of a level: their predicted features [B, n, H].
-
-        Args:
-            grower: Holds the drafts' tokens.
-            nodes: The level's nodes that have children.
-            features: [B, m, H]: predicted features of the level above, of its nodes that have children.
-            depth: The level's depth.
-            mask: bool [≥ n, inner]: which inner nodes each node attends to.
-            read: How many inner nodes stand in the cache already.
-        """
-        drafter, cache, n = self._drafter, self._cache, len(nodes)
-        above = grower.parents_seen(nodes)
-        tokens = grower.tokens[:, nodes].clamp_min(0)
-        lengths = torch.tensor(cache.lengths, device=features.device)
-        # The pair of a draft of depth d stands where its parent's feature does: at M - 1 + d, M pairs being committed.
-        positions = (lengths + depth - 1)[:, None].expand(-1, n)
-        columns = max(cache.lengths) + read + n
-        slots = torch.arange(columns, device=features.device)
-        full = (slots < lengths[:, None])[:, None, :].expand(-1, n, -1).clone()
-        for row, length in enumerate(cache.lengths):
-            full[row, :, length : length + read + n] = mask[:n, : read + n]
-        predicted: Tensor = drafter.head(
-            drafter.target.embed(tokens).to(features.dtype),
-            features[:, above],
-            positions,
-            full[:, None],
-            cache,
-            offset=read,
-        )
-        return predicted
 
 
 class _Grower:
@@ -198,19 +148,16 @@ class _Grower:
         self.tokens[:, 0] = torch.tensor([c.ids[-1] for c in contexts])
         self._laws: list[list[Tensor]] = [[] for _ in contexts]
         self._law_row: dict[int, int] = {}
-        self._place: dict[int, int] = {}  # a node's place among its level's nodes that have children
 
-    def parents_seen(self, nodes: Sequence[int]) -> list[int]:
-        """Where the parents of `nodes` stood among the nodes that the level above gave features for."""
-        return [self._place[self.shape.parents[n]] for n in nodes]
+    def deterministic(self, law: Law) -> bool:
+        """Whether drafts are the most probable tokens, rather than drawn."""
+        return law.greedy or not self.drafter.sampled
 
-    def grow(self, nodes: list[int], features: Tensor) -> None:
-        """Choose the children of `nodes` from the head's features [B, n, H] behind them."""
-        self._place = {n: i for i, n in enumerate(nodes)}
+    def grow(self, nodes: Sequence[int], logits: Tensor) -> None:
+        """Choose the children of `nodes` from the head's logits [B, n, Vd] behind them."""
         known = len(self._law_row)
         self._law_row.update({n: known + i for i, n in enumerate(nodes)})
         drafter, vocab = self.drafter, self.drafter.head.draft_vocab
-        logits = drafter.readout(features.to(drafter.target.info.dtype))
         widest = max(len(self.shape.children[n]) for n in nodes)
         for row, context in enumerate(self.contexts):
             if self.shape.depths[nodes[0]] >= context.max_depth:
@@ -219,9 +166,9 @@ class _Grower:
             prefixes = None
             if law.needs_prefix:  # processors expect the whole vocabulary
                 prefixes, mine, ids = self._prefixes(row, nodes), self._over_all(mine, -math.inf), None
-            if law.greedy or not drafter.sampled:
+            if self.deterministic(law):
                 scores = law.scores(mine, prefixes)
-                chosen = scores.topk(min(widest, scores.shape[-1]), dim=-1).indices
+                chosen = top(scores, min(widest, scores.shape[-1]))
             else:
                 probs = law.probs(mine, prefixes)
                 self._laws[row].append(probs)

@@ -54,6 +54,15 @@ class GenerationDefaults:
     config: Any = None
 
     @staticmethod
+    def for_model(config: Any, generation: Any, tokenizer: Any = None, notes: Sequence[str] = ()) -> GenerationDefaults:
+        """Of a model's text configuration and `GenerationConfig`; the former or the tokenizer may name the EOS."""
+        own = getattr(config, "eos_token_id", None)
+        eos = getattr(tokenizer, "eos_token_id", None) if own is None else own
+        return GenerationDefaults.of(
+            generation, [] if eos is None else eos if isinstance(eos, list) else [eos], notes=notes
+        )
+
+    @staticmethod
     def of(config: Any, eos_ids: Sequence[int] = (), notes: Sequence[str] = ()) -> GenerationDefaults:
         """Read a `GenerationConfig` of transformers (or None).
 

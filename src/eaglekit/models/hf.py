@@ -100,10 +100,7 @@ class HFTarget:
 
     def defaults(self, tokenizer: Any = None) -> GenerationDefaults:
         """What the model's own `generation_config` asks for; its configuration or the tokenizer may name the EOS."""
-        own = getattr(self._config, "eos_token_id", None)
-        eos = getattr(tokenizer, "eos_token_id", None) if own is None else own
-        eos_ids = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        return GenerationDefaults.of(self.model.generation_config, eos_ids, notes=self.notes)
+        return GenerationDefaults.for_model(self._config, self.model.generation_config, tokenizer, self.notes)
 
     def open(self, batch: int, max_length: int, layers: Sequence[int] = ()) -> HFState:
         """Empty caches for `batch` rows of at most `max_length` tokens each, tree nodes included.

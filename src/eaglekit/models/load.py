@@ -11,13 +11,109 @@ import logging as stdlib_logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from eaglekit.errors import EaglekitError, InputError, TargetError
+from eaglekit.models.fast import FastTarget, fast_target, why_not_fast
 from eaglekit.models.hf import HFTarget
+from eaglekit.models.native import native
+from eaglekit.models.packed import pack_linears
+from eaglekit.models.stack import WEIGHTS, Weights
 from eaglekit.models.support import one_line, refuse_unsupported, unsupported
+
+
+def load_target(
+    path_or_id: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto", weights: str = "auto"
+) -> tuple[FastTarget | HFTarget, Any]:
+    """A target and its tokenizer, by compiled kernels where they can run it and are wanted.
+
+    Args:
+        path_or_id: A directory in the Hugging Face format, or the name of a hub repository.
+        device: See `load_hf`.
+        dtype: See `load_hf`; float32 and "auto" only go with packed weights.
+        weights: "auto", "stock", or a format of packed matrices, for CPUs: fp32, fp16, int8. Families that
+            `FastTarget` cannot run keep transformers' modules, with their linear layers packed.
+
+    Raises:
+        TargetError: there is no such model, or its files cannot be read or lack weights.
+        UnsupportedModelError: it cannot be a target.
+        InputError: `device`, `dtype` or `weights` is not one, or they do not go together.
+    """
+    if weights not in ("auto", "stock", *WEIGHTS):
+        raise InputError(f"weights {weights!r}: expected auto, stock, {', '.join(WEIGHTS)}")
+    where, packed = _pick_device(device), weights in WEIGHTS
+    plain = dtype in ("auto", "float32", torch.float32)
+    if packed and (where.type != "cpu" or not plain):
+        raise InputError(
+            f"weights {weights!r} with device {where} and dtype {dtype}: packed weights are for a CPU and float32 "
+            "activations; drop --weights, or take --device cpu and --dtype auto"
+        )
+    if weights == "stock" or where.type != "cpu" or not plain or (weights == "auto" and native() is None):
+        return load_hf(path_or_id, device=device, dtype=dtype)
+    chosen = cast(Weights, weights if packed else "fp32")
+    folder = Path(_locate(path_or_id))
+    if folder.is_dir():
+        found = _load_fast(folder, chosen)
+        if found is not None:
+            return found
+    stock, tokenizer = load_hf(path_or_id, device=device, dtype=dtype)
+    if not why_not_fast(stock.model.config):
+        return fast_target(stock.model, chosen, str(path_or_id)), tokenizer
+    if packed:
+        pack_linears(stock.model, chosen)
+    return stock, tokenizer
+
+
+def _load_fast(folder: Path, weights: Weights) -> tuple[FastTarget, Any] | None:
+    """A `FastTarget` from the safetensors files of `folder`, one tensor at a time; None where that cannot be."""
+    from safetensors import SafetensorError, safe_open
+
+    source = str(folder)
+    config = _read_config(source)
+    if why_not_fast(config):
+        return None
+    try:
+        files = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors"))]  # type: ignore[no-untyped-call]
+        where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
+        names = [name for name in where if not name.endswith("rotary_emb.inv_freq")]
+        if not names:
+            return None
+        read: set[str] = set()
+
+        def tensor(name: str) -> torch.Tensor:
+            read.add(name)
+            found: torch.Tensor = where[name].get_tensor(name)
+            return found
+
+        target = FastTarget(
+            config, tensor, names, weights=weights, name=source, generation=_generation_config(folder, config)
+        )
+    except (KeyError, SafetensorError):  # the stock loader says what is wrong
+        return None
+    target.note_unused(sorted(set(names) - read))
+    with _quiet():
+        return target, _load_tokenizer(source)
+
+
+def _generation_config(folder: Path, config: Any) -> Any:
+    """The model's `GenerationConfig`, as transformers makes it."""
+    from transformers import GenerationConfig
+
+    if (folder / "generation_config.json").is_file():
+        with _quiet(), _as_target_error(str(folder)):
+            return GenerationConfig.from_pretrained(folder)
+    return GenerationConfig.from_model_config(config)
+
+
+def _read_config(source: str) -> Any:
+    """The configuration, judged before anything else is read."""
+    import transformers
+
+    with _quiet(), _as_target_error(source):
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    return config
 
 
 def load_hf(path_or_id: str | Path, *, device: str = "auto", dtype: str | torch.dtype = "auto") -> tuple[HFTarget, Any]:
@@ -44,8 +140,7 @@ def load_hf(path_or_id: str | Path, *, device: str = "auto", dtype: str | torch.
     where = _pick_device(device)
     kind = _pick_dtype(dtype, where)
     source = _locate(path_or_id)
-    with _quiet(), _as_target_error(source):
-        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
+    config = _read_config(source)
     try:
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     except ImportError:

@@ -8,8 +8,8 @@ have had accepted. The numbers equal those of real greedy decoding with the same
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -30,11 +30,13 @@ class Acceptance:
         tau: For each tree, new tokens per target pass, the bonus token included.
         n_alpha: For each depth of a chain, accepted / tried.
         tokens: New tokens that τ was measured on.
+        by_depth: For each tree and depth, rounds in which a child was accepted there / rounds that tried some there.
     """
 
     tau: dict[str, float]
     n_alpha: tuple[float, ...]
     tokens: int
+    by_depth: dict[str, tuple[float, ...]] = field(default_factory=dict, compare=False)  # old checkpoints have none
 
 
 def standard_shapes() -> dict[str, TreeShape]:
@@ -42,10 +44,9 @@ def standard_shapes() -> dict[str, TreeShape]:
     return {"chain": TreeShape.chain(5), "tree": TreeShape.paper()}
 
 
-@torch.no_grad()
 def simulate(
     head: EagleHead,
-    examples: Sequence[Example],
+    examples: Iterable[Example],
     embedding: Tensor,
     readout: Tensor,
     shapes: Mapping[str, TreeShape],
@@ -59,48 +60,89 @@ def simulate(
         readout: [V, H], the target's whole `lm_head`.
         shapes: The trees to measure.
     """
-    mode = head.training
-    head.eval()
-    depth = max(shape.max_depth for shape in shapes.values())
-    width = max(len(children) for shape in shapes.values() for children in shape.children)
-    tokens, rounds = dict.fromkeys(shapes, 0), dict.fromkeys(shapes, 0)
-    tried, hit = [0] * depth, [0] * depth
-    banned = torch.zeros(len(readout))
-    if head.draft_vocab is not None:
-        banned.fill_(-torch.inf)[head.draft_vocab.cpu()] = 0
-    banned = banned.to(readout.device)
-    for ids, features, start in examples:
-        length = len(ids) - 2
-        inputs = embedding[ids[1:-1].to(embedding.device)], features[:length].to(embedding.device)
-        outputs = unroll(head, inputs[0][None].to(head.dtype), inputs[1][None].to(head.dtype), depth)
-        ranks = _ranks([y[0] for y in outputs], ids[2:], readout, start - 1, width, banned)
+    tally = Tally(head, embedding, readout, shapes)
+    for example in examples:
+        tally.add(example)
+    return tally.acceptance()
+
+
+class Tally:
+    """`simulate`, an example at a time."""
+
+    def __init__(self, head: EagleHead, embedding: Tensor, readout: Tensor, shapes: Mapping[str, TreeShape]) -> None:
+        self._head, self._embedding, self._readout, self._shapes = head, embedding, readout, shapes
+        self._depth = max(shape.max_depth for shape in shapes.values())
+        self._width = max(len(children) for shape in shapes.values() for children in shape.children)
+        self._tokens, self._rounds = dict.fromkeys(shapes, 0), dict.fromkeys(shapes, 0)
+        self._chain = _Counts.of(self._depth)
+        self._by_depth = {name: _Counts.of(shape.max_depth) for name, shape in shapes.items()}
+        banned = torch.zeros(len(readout))
+        if head.draft_vocab is not None:
+            banned.fill_(-torch.inf)[head.draft_vocab.cpu()] = 0
+        self._banned = banned.to(readout.device)
+
+    @torch.no_grad()
+    def add(self, example: Example) -> None:
+        """Draft at every position of an example."""
+        ids, features, start = example
+        head, device, length = self._head, self._embedding.device, len(ids) - 2
+        mode = head.training
+        head.eval()
+        inputs = self._embedding[ids[1:-1].to(device)], features[:length].to(device)
+        outputs = unroll(head, inputs[0][None].to(head.dtype), inputs[1][None].to(head.dtype), self._depth)
+        head.train(mode)
+        ranks = _ranks([y[0] for y in outputs], ids[2:], self._readout, start - 1, self._width, self._banned)
         for root in range(start - 1, length):
-            for s in range(min(depth, length - root)):
-                tried[s] += 1
-                hit[s] += ranks[s][root + s] == 0
-                if ranks[s][root + s] != 0:
+            for s in range(min(self._depth, length - root)):
+                good = ranks[s][root + s] == 0
+                self._chain.add(s, good)
+                if not good:
                     break
-        for name, shape in shapes.items():
+        for name, shape in self._shapes.items():
             root = start - 1
             while root < length:
-                new = min(_accepted(shape, ranks, root, length) + 1, length - root)
-                tokens[name] += new
-                rounds[name] += 1
+                new = min(_accepted(shape, ranks, root, length, self._by_depth[name]) + 1, length - root)
+                self._tokens[name] += new
+                self._rounds[name] += 1
                 root += new
-    head.train(mode)
-    return Acceptance(
-        {name: tokens[name] / max(1, rounds[name]) for name in shapes},
-        tuple(h / max(1, t) for h, t in zip(hit, tried, strict=True)),
-        max(tokens.values()),
-    )
+
+    def acceptance(self) -> Acceptance:
+        """Of all examples so far."""
+        return Acceptance(
+            {name: self._tokens[name] / max(1, self._rounds[name]) for name in self._shapes},
+            self._chain.shares(),
+            max(self._tokens.values()),
+            {name: counts.shares() for name, counts in self._by_depth.items()},
+        )
 
 
-def _accepted(shape: TreeShape, ranks: Sequence[Sequence[int]], root: int, length: int) -> int:
-    """Drafts accepted in a tree rooted at input `root`."""
+@dataclass(frozen=True)
+class _Counts:
+    """How often drafting was tried at each depth, and how often a token was accepted."""
+
+    tried: list[int]
+    hit: list[int]
+
+    @staticmethod
+    def of(depth: int) -> _Counts:
+        return _Counts([0] * depth, [0] * depth)
+
+    def add(self, depth: int, good: bool) -> None:
+        self.tried[depth] += 1
+        self.hit[depth] += good
+
+    def shares(self) -> tuple[float, ...]:
+        return tuple(h / max(1, t) for h, t in zip(self.hit, self.tried, strict=True))
+
+
+def _accepted(shape: TreeShape, ranks: Sequence[Sequence[int]], root: int, length: int, counts: _Counts) -> int:
+    """Drafts accepted in a tree rooted at input `root`; each depth that was tried is counted."""
     node = accepted = 0
-    while accepted < len(ranks) and root + accepted < length:
+    while shape.children[node] and root + accepted < length:
         rank = ranks[accepted][root + accepted]
-        if rank >= len(shape.children[node]):
+        good = rank < len(shape.children[node])
+        counts.add(accepted, good)
+        if not good:
             break
         node = shape.children[node][rank]
         accepted += 1

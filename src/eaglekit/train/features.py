@@ -22,8 +22,12 @@ from torch import Tensor
 
 from eaglekit.errors import DataError
 from eaglekit.jsonl import read_lines
-from eaglekit.train.batch_llama import BatchLlama, supports
+from eaglekit.models.fast import fast_target, why_not_fast
+from eaglekit.models.rows import FastRows
 from eaglekit.train.dataset import Dialogue, drop_torn_line
+
+
+_READ_SLOTS = 16
 
 
 @dataclass(frozen=True)
@@ -208,8 +212,14 @@ def _groups(dialogues: Sequence[Dialogue], size: int) -> Iterator[list[Dialogue]
 
 def _reader(model: Any, max_length: int) -> Callable[[Sequence[Sequence[int]]], list[Tensor]]:
     """Reader: ids -> features of each row, [n, H]."""
-    if supports(model):
-        return BatchLlama(model, slots=1, max_length=max_length).read
+    if model.device.type == "cpu" and not why_not_fast(model.config):
+        rows = FastRows(fast_target(model, "int8"), _READ_SLOTS, max_length)
+
+        def read_fast(ids: Sequence[Sequence[int]]) -> list[Tensor]:
+            parts = [ids[i : i + _READ_SLOTS] for i in range(0, len(ids), _READ_SLOTS)]
+            return [features for part in parts for features in rows.read(part, range(len(part)))]
+
+        return read_fast
     base = model.base_model
 
     def read(ids: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -31,6 +31,42 @@ class SynthesisOptions:
 
 
 @dataclass(frozen=True)
+class SelfTalkOptions:
+    """How the target writes dialogues of its own; answers are made as `SynthesisOptions` say.
+
+    Attributes:
+        turns: Most turns of the user in a dialogue; dialogues of 1, 2, ... turns are asked for in equal parts.
+        max_tokens: Length limit of a dialogue, tokens, chat template included.
+        max_user_tokens: A turn of the user that has not ended by then is dropped.
+        user_temperature: At which the user's turns are sampled.
+        loop_tokens: A turn loops in which `loop_times` runs of so many tokens are the same.
+        loop_times: See there.
+        shingle_words: Dialogues are compared by their runs of so many words.
+        shared: The share of its runs that a dialogue may have in common with all those kept before.
+    """
+
+    turns: int = 2
+    max_tokens: int = 768
+    max_user_tokens: int = 128
+    user_temperature: float = 1.0
+    loop_tokens: int = 8
+    loop_times: int = 4
+    shingle_words: int = 5
+    shared: float = 0.5
+
+    def __post_init__(self) -> None:
+        """Refuse values that cannot work.
+
+        Raises:
+            InputError: see there.
+        """
+        names = ("turns", "max_tokens", "max_user_tokens", "loop_tokens", "loop_times", "shingle_words")
+        wrong = [f"{name} is {getattr(self, name)}" for name in names if getattr(self, name) < 1]
+        if wrong:
+            raise InputError(f"self-talk options: {'; '.join(wrong)}; expected at least 1")
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """How a head is trained.
 

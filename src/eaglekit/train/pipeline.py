@@ -1,10 +1,11 @@
 """From text files to a trained head: what `eaglekit train` runs.
 
 Contract: `train_head` takes a proven target and files, and leaves the best head in `output`. Everything on the way is
-kept in `output/data` and is not made twice: `answers.jsonl` (the target's answers), `features/` (a store) and
-`source.json` (what both were made from: a call with another target or other text is refused). Stopped at any time and
-called again with the same arguments and `resume`, it goes on where it was. More answers or more given text may be asked
-for later, or less: a head is trained on the dialogues that its own call asks for.
+kept in `output/data` and is not made twice: `answers.jsonl` (the target's answers) or `talks.jsonl` (dialogues that it
+wrote by itself, where no files are given), `features/` (a store) and `source.json` (what these were made from: a call
+with another target or other text is refused). Stopped at any time and called again with the same arguments and
+`resume`, it goes on where it was. More answers or more given text may be asked for later, or less: a head is trained on
+the dialogues that its own call asks for.
 """
 
 from __future__ import annotations
@@ -22,14 +23,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eaglekit.errors import DataError, UnsupportedModelError
+from eaglekit.errors import DataError, InputError, UnsupportedModelError
 from eaglekit.jsonl import read_lines
 from eaglekit.models.checkpoint import check_fit, load_head
 from eaglekit.models.head import EagleHead, HeadConfig
 from eaglekit.models.hf import HFTarget
-from eaglekit.train.dataset import Dialogue, encode_dialogue, encode_prompt, read_conversations
+from eaglekit.train.dataset import Dialogue, TrainingText, read_training_text
 from eaglekit.train.features import FeatureStore, FeatureWriter, extract
-from eaglekit.train.options import SynthesisOptions, TrainOptions
+from eaglekit.train.options import SelfTalkOptions, SynthesisOptions, TrainOptions
+from eaglekit.train.self_talk import read_tries, self_talk
 from eaglekit.train.synthesize import plan_batches, read_dialogues, synthesize
 from eaglekit.train.trainer import TrainResult, train
 
@@ -45,6 +47,8 @@ def train_head(
     synthesis: SynthesisOptions,
     answers: int | None = None,
     given_tokens: int = 0,
+    talk: SelfTalkOptions | None = None,
+    skip_bad: bool = False,
     init: Path | None = None,
     resume: bool = False,
     progress: Callable[[str], None] = print,
@@ -55,22 +59,34 @@ def train_head(
         target: The target; it is not changed.
         tokenizer: Its tokenizer.
         target_name: Recorded in the head.
-        files: JSON lines, see `dataset`. Prompts are answered by the target; dialogues are used as they are.
+        files: See `forms`. Prompts are answered by the target, dialogues and texts are used as they are; where there
+            are no prompts, the target answers openings of those, to judge the head by. Without files the target writes
+            dialogues by itself.
         output: Folder of the head and of everything on the way.
         options: Of the training.
         synthesis: Of the answering.
-        answers: How many prompts, in the seed's order, the target answers; None for all.
-        given_tokens: How many tokens of given dialogues are used; 0 for all.
+        answers: How many prompts, in the seed's order, the target answers; None for all, of openings for as many as
+            are held out. Without files, how many dialogues it writes.
+        given_tokens: How many tokens of given dialogues and texts are used; 0 for all.
+        talk: Of the dialogues that the target writes by itself.
+        skip_bad: Leave out rows of `files` that cannot be read, and say how many.
         init: A head to start from, in place of random weights.
         resume: Go on with an interrupted training.
         progress: Called with a line of text now and then.
 
     Raises:
         DataError: a file cannot be used, names file and line; or `output/data` is of another target or other text.
+        InputError: there are neither files nor `answers`; or the target cannot talk by itself.
         HeadError: `init` is no head, or does not fit the target; and see `train`.
         UnsupportedModelError: the target's `lm_head` is not a matrix.
     """
     model, info = target.model, target.info
+    talk = talk or SelfTalkOptions()
+    if not files and answers is None:
+        raise InputError(
+            "train: nothing to train on; expected files of text (--data FILE), or how many dialogues the target shall "
+            "write by itself (--synthesize N)"
+        )
     readout = read_readout(target, progress)
     if init is None:
         config = HeadConfig.for_target(
@@ -84,19 +100,14 @@ def train_head(
         head = load_head(init, dtype=torch.float32).requires_grad_(True)
         check_fit(head.config, info)
         options = replace(options, linear_start=False)
-    prompts: list[list[int]] = []
-    given: list[Dialogue] = []
-    longest = synthesis.max_prompt_tokens + synthesis.max_new_tokens
-    for file in files:
-        for messages in read_conversations(file):
-            if any(m["role"] == "assistant" for m in messages):
-                dialogue = encode_dialogue(tokenizer, messages, longest)
-                if dialogue is not None:
-                    given.append(dialogue)
-            else:
-                prompts.append(encode_prompt(tokenizer, messages))
-    if not prompts and not given:
-        raise DataError(f"{', '.join(map(str, files))}: neither prompts nor dialogues; nothing to train on")
+    text = TrainingText()
+    if files:
+        longest = synthesis.max_prompt_tokens + synthesis.max_new_tokens
+        text = read_training_text(
+            tokenizer, files, max_prompt_tokens=synthesis.max_prompt_tokens, max_tokens=longest, skip_bad=skip_bad
+        )
+        progress(text.summary(longest))
+    given = text.given
     folder = output / "data"
     source = {
         "target": target_name,
@@ -104,14 +115,20 @@ def train_head(
         "vocabulary size": info.vocab_size,
         "weights": _digest_of_weights(model),
         "data files": [_digest_of_file(file) for file in files],
-        "tokens of the data": _digest_of_ids([*prompts, *(d.ids for d in given)]),
+        "tokens of the data": _digest_of_ids([*text.prompts, *(d.ids for d in given)]),
         **asdict(synthesis),
+        **({} if files else {"chat template": str(tokenizer.chat_template), **asdict(talk)}),
     }
     _claim(folder, source)
     store = folder / "features"
     writer = FeatureWriter(store, info.hidden_size)
     try:
-        wanted = _answer(target, tokenizer, prompts, folder / "answers.jsonl", writer, synthesis, answers, progress)
+        if files:
+            prompts = text.prompts or text.openings
+            most = answers if text.prompts or answers is not None else options.heldout
+            wanted = _answer(target, tokenizer, prompts, folder / "answers.jsonl", writer, synthesis, most, progress)
+        else:
+            wanted = _talk(target, tokenizer, answers or 1, folder / "talks.jsonl", writer, synthesis, talk, progress)
         random.Random(options.seed).shuffle(given)
         total = 0
         for dialogue in given:
@@ -126,13 +143,10 @@ def train_head(
         writer.close()
     stored = FeatureStore(store, info.hidden_size)
     stored.dialogues = [row for ids, row in stored.by_tokens().items() if ids in wanted]
-    with torch.no_grad():
-        rows = model.get_input_embeddings().weight.shape[0]
-        embedding = target.embed(torch.arange(rows, device=info.device)).float()
     return train(
         head,
         [stored],
-        embedding,
+        read_embedding(target),
         readout,
         output,
         options=options,
@@ -140,6 +154,13 @@ def train_head(
         resume=resume,
         progress=progress,
     )
+
+
+@torch.no_grad()
+def read_embedding(target: HFTarget) -> Tensor:
+    """float32 [vocabulary, E], the target's input embeddings."""
+    rows = target.model.get_input_embeddings().weight.shape[0]
+    return target.embed(torch.arange(rows, device=target.info.device)).float()
 
 
 @torch.no_grad()
@@ -246,14 +267,13 @@ def _answer(
     if not prompts:
         return {}
     eos_ids = target.defaults(tokenizer).eos_ids
-    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (*eos_ids, 0)[0]
     batches = None if answers is None else -(-answers // options.batch_size)
     synthesize(
         target.model,
         prompts,
         path,
         eos_ids=eos_ids,
-        pad_id=pad_id,
+        pad_id=pad_id(tokenizer, eos_ids),
         options=options,
         max_batches=batches,
         on_progress=lambda done, of, tokens: progress(f"answers: {done} of {of}, {tokens} tokens"),
@@ -266,3 +286,38 @@ def _answer(
             ids = [*prompt, *answer]
             wanted.setdefault(tuple(ids), Dialogue(ids, [(len(prompt), len(ids))], temperature == 0))
     return wanted
+
+
+def _talk(
+    target: HFTarget,
+    tokenizer: Any,
+    count: int,
+    path: Path,
+    writer: FeatureWriter,
+    synthesis: SynthesisOptions,
+    options: SelfTalkOptions,
+    progress: Callable[[str], None],
+) -> dict[tuple[int, ...], Dialogue]:
+    """Let the target write `count` dialogues: token ids -> each of them."""
+    eos_ids = target.defaults(tokenizer).eos_ids
+    report = self_talk(
+        target.model,
+        tokenizer,
+        path,
+        count,
+        eos_ids=eos_ids,
+        pad_id=pad_id(tokenizer, eos_ids),
+        synthesis=synthesis,
+        options=options,
+        max_length=target.info.max_length,
+        on_progress=lambda report: progress(f"self-talk: {report.kept} of {count} dialogues, {report.tokens} tokens"),
+        on_features=writer.append,
+    )
+    progress(report.summary())
+    dialogues = [done.dialogue for done in read_tries(path) if done.dialogue is not None][:count]
+    return {tuple(dialogue.ids): dialogue for dialogue in dialogues}
+
+
+def pad_id(tokenizer: Any, eos_ids: Sequence[int]) -> int:
+    """The id that pads batches: the tokenizer's, else one that ends answers."""
+    return int(tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (*eos_ids, 0)[0])

@@ -1,0 +1,340 @@
+"""The draft head at work: packed and fused where that can be, in its own module elsewhere.
+
+Contract: a `DraftModel` is a head next to its target: it can be shared. Its `HeadState`s hold the keys and values of
+one caller's rows. A row's first `lengths[b]` entries are committed pairs (token one step ahead, true feature); drafts
+are written behind them and are overwritten by what comes next. Both kinds of state do the same arithmetic up to
+rounding; a head's own precision decides nothing but how many drafts are accepted.
+
+A head keeps its own precision whatever the target's: a checkpoint in float16 is packed as float16, any other as
+float32. The read-out over the draft vocabulary is the target's matrix, in the target's format.
+
+Glossary: B rows, n drafts of a level, H width of the features, Vd draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from eaglekit.core.tree import TreeShape
+from eaglekit.errors import InputError
+from eaglekit.models.head import EagleHead, HeadCache
+from eaglekit.models.native import MOST_TOP, GrowLevel, NativeGrower, NativeHead, NativeMatrix, native
+from eaglekit.models.stack import (
+    Caches,
+    LayerWeights,
+    Plan,
+    RotaryTables,
+    StackShape,
+    Weights,
+    chain,
+    join,
+)
+from eaglekit.models.target import Target
+
+Pairs = tuple[Tensor, Tensor]
+"""Tokens int64 [k], one step ahead of the features [k, H]."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """The drafts of a tree's level that have children, and what the head reads them with.
+
+    Attributes:
+        nodes: Their numbers in the tree.
+        above: For each, the place of its parent among the level above's `nodes`.
+        depth: 0 for the root's.
+        offset: Drafts of the levels above, the root not counted: as many entries stand behind the committed ones.
+        mask: bool [n, offset + n]: which of these entries and its own level's each attends to.
+    """
+
+    nodes: tuple[int, ...]
+    above: tuple[int, ...]
+    depth: int
+    offset: int
+    mask: Tensor
+
+    @cached_property
+    def seen(self) -> tuple[np.ndarray, np.ndarray]:
+        """The mask as int32 [n + 1] and [...]: draft i attends to the entries `flat[path[i] : path[i + 1]]`."""
+        rows = [np.flatnonzero(row) for row in self.mask.cpu().numpy()]
+        path = np.cumsum([0, *map(len, rows)])
+        return path.astype(np.int32), np.concatenate([*rows, np.zeros(1)]).astype(np.int32)
+
+
+def levels_of(shape: TreeShape) -> tuple[Level, ...]:
+    """The levels that have nodes with children, from the root's on."""
+    found: list[Level] = []
+    inner: list[int] = []
+    for depth, all_nodes in enumerate(shape.levels()):
+        nodes = tuple(n for n in all_nodes if shape.children[n])
+        if not nodes:
+            break
+        places = {n: i for i, n in enumerate(found[-1].nodes)} if found else {}
+        offset = len(inner)
+        inner += nodes if depth else []
+        mask = shape.mask[list(nodes)][:, inner]
+        found.append(Level(nodes, tuple(places.get(shape.parents[n], 0) for n in nodes), depth, offset, mask))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """The head's output: predicted features [B, n, H], and their logits over the draft vocabulary [B, n, Vd]."""
+
+    features: Tensor
+    logits: Tensor
+
+
+def _grow_level(level: Level, shape: TreeShape) -> GrowLevel:
+    path, seen = level.seen
+    children = [shape.children[node] for node in level.nodes]
+    first = np.cumsum([0, *map(len, children)])
+    flat = [child for some in children for child in some]
+    node, above, first, child = (np.asarray(x, dtype=np.int32) for x in (level.nodes, level.above, first, flat))
+    return GrowLevel(level.depth, level.offset, node, above, path, seen, first, child)
+
+
+class HeadState(Protocol):
+    """The head's caches of B rows."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed pairs of each row."""
+        ...
+
+    def read(self, pairs: Sequence[Pairs | None]) -> Drafted:
+        """Read and commit each row's next pairs; what follows the last ones [B, 1, ...], zeros where there are none.
+
+        Raises:
+            InputError: a row is full.
+        """
+        ...
+
+    def read_drafts(self, level: Level, tokens: Tensor, features: Tensor) -> Drafted:
+        """What follows a level's drafts [B, n, ...], of tokens [B, n] with their parents' features [B, n, H]."""
+        ...
+
+    def grow(self, shape: TreeShape, root: int, behind: Drafted) -> Tensor | None:
+        """A whole greedy tree for a state of one row, or None where it must be grown level by level.
+
+        Args:
+            shape: The tree; each node's children are the best tokens behind it, best first.
+            root: The root's token.
+            behind: What `read` gave last.
+
+        Returns:
+            Tokens of all nodes, int64 [n + 1].
+        """
+        ...
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forget all but the first `lengths[b]` pairs of each row."""
+        ...
+
+    def committed(self, row: int) -> list[Tensor]:
+        """Keys and values [kv, length, D] of a row's committed pairs, layer by layer; for checks."""
+        ...
+
+
+class DraftModel:
+    """A head and what it borrows of its target.
+
+    Args:
+        head: On the target's device.
+        target: Lends its embeddings and its `lm_head`.
+        fast: Whether to pack the head where it can be: on a CPU with compiled kernels.
+    """
+
+    def __init__(self, head: EagleHead, target: Target, *, fast: bool = True) -> None:
+        self.head = head
+        self.target = target
+        self.vocab = head.draft_vocab
+        readout = target.lm_head if self.vocab is None else target.lm_head_of(self.vocab)
+        self.packed = _pack(head, readout) if fast and target.info.device.type == "cpu" else None
+        self._readout, self._dtype = readout, target.info.dtype
+
+    def drafted(self, features: Tensor) -> Drafted:
+        """Features [B, n, H] with their logits."""
+        return Drafted(features, self._readout(features.to(self._dtype)))
+
+    def open(self, batch: int, max_length: int) -> HeadState:
+        """Empty caches for `batch` rows of at most `max_length` entries, drafts included."""
+        kind = ModuleState if self.packed is None else PackedState
+        return kind(self, batch, max_length)
+
+
+class ModuleState:
+    """See `HeadState`; the head as a module of PyTorch, on any device."""
+
+    def __init__(self, model: DraftModel, batch: int, max_length: int) -> None:
+        self._model, head = model, model.head
+        self._device = head.fc.weight.device
+        self._cache = HeadCache(head.config, batch, max_length, head.dtype, self._device)
+
+    @property
+    def lengths(self) -> list[int]:
+        """See `HeadState`."""
+        return self._cache.lengths
+
+    def read(self, pairs: Sequence[Pairs | None]) -> Drafted:
+        """See `HeadState`."""
+        head, device = self._model.head, self._device
+        counts = [0 if p is None else len(p[0]) for p in pairs]
+        width, hidden = max(counts), head.config.hidden_size
+        tokens = torch.zeros(len(counts), width, dtype=torch.long, device=device)
+        features = torch.zeros(len(counts), width, hidden, dtype=head.dtype, device=device)
+        for row, pair in enumerate(pairs):
+            if pair is not None:
+                tokens[row, : counts[row]], features[row, : counts[row]] = pair
+        starts = torch.tensor(self._cache.lengths, device=device)
+        positions = starts[:, None] + torch.arange(width, device=device)
+        out = head(self._model.target.embed(tokens).to(head.dtype), features, positions, None, self._cache)
+        self._cache.advance(counts)
+        last = torch.zeros(len(counts), hidden, dtype=head.dtype, device=device)
+        rows = [row for row, count in enumerate(counts) if count]
+        last[rows] = out[rows, [counts[row] - 1 for row in rows]]
+        return self._model.drafted(last[:, None])
+
+    def read_drafts(self, level: Level, tokens: Tensor, features: Tensor) -> Drafted:
+        """See `HeadState`."""
+        head, cache, n = self._model.head, self._cache, len(level.nodes)
+        lengths = torch.tensor(cache.lengths, device=self._device)
+        # The pair of a draft of depth d stands where its parent's feature does: at M - 1 + d, M pairs being committed.
+        positions = (lengths + level.depth - 1)[:, None].expand(-1, n)
+        end = level.offset + n
+        slots = torch.arange(max(cache.lengths) + end, device=self._device)
+        mask = (slots < lengths[:, None])[:, None, :].expand(-1, n, -1).clone()
+        for row, length in enumerate(cache.lengths):
+            mask[row, :, length : length + end] = level.mask
+        embedded = self._model.target.embed(tokens.to(self._device)).to(head.dtype)
+        return self._model.drafted(head(embedded, features, positions, mask[:, None], cache, offset=level.offset))
+
+    def grow(self, shape: TreeShape, root: int, behind: Drafted) -> Tensor | None:
+        """See `HeadState`; never."""
+        return None
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """See `HeadState`."""
+        self._cache.truncate(lengths)
+
+    def committed(self, row: int) -> list[Tensor]:
+        """See `HeadState`."""
+        length = self._cache.lengths[row]
+        return [t[row, :, :length] for t in (*self._cache.keys, *self._cache.values)]
+
+
+def _pack(head: EagleHead, readout: Any) -> tuple[NativeHead, StackShape] | None:
+    """The head for compiled kernels; None where there are none, or they cannot compute it."""
+    backend, c = native(), head.config
+    shape = StackShape(
+        c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_act,
+        c.rms_norm_eps,
+    )  # fmt: skip
+    matrix = getattr(readout, "matrix", None)  # a packed one's, see `FastTarget.lm_head_of`
+    if backend is None or shape.why_not() or c.embedding_size % 16 or not isinstance(matrix, NativeMatrix):
+        return None
+    tensors = [p.detach() for p in head.parameters()]
+    weights: Weights = "fp16" if all(torch.equal(t.half().to(t.dtype), t) for t in tensors) else "fp32"
+
+    def layer(module: torch.nn.Module) -> LayerWeights:
+        t = dict(module.named_parameters())
+        a, m = "self_attn.{}_proj.weight", "mlp.{}_proj.weight"
+        return LayerWeights(
+            t.get("input_layernorm.weight"), torch.cat([t[a.format(n)] for n in "qkv"]), None, None,
+            t[a.format("o")], t["post_attention_layernorm.weight"],
+            torch.cat([t[m.format("gate")], t[m.format("up")]]), t[m.format("down")],
+        )  # fmt: skip
+
+    with torch.no_grad():
+        stack = backend.stack(shape, map(layer, head.layers), weights, RotaryTables(head.inv_freq, head.rope_factor))
+        bias = None if head.fc.bias is None else head.fc.bias.detach().float()
+        return NativeHead(backend.matrix(head.fc.weight, weights), bias, stack, matrix), shape
+
+
+class PackedState:
+    """See `HeadState`; all rows' pairs in one flat pass of compiled kernels."""
+
+    def __init__(self, model: DraftModel, batch: int, max_length: int) -> None:
+        assert model.packed is not None
+        self._embed, (self._head, shape) = model.target.embed, model.packed
+        self._table: Tensor | None = getattr(model.target, "embedding", None)
+        self._vocab, self._most = model.vocab, min(MOST_TOP, self._head.readout.shape[0])
+        self._growers: dict[tuple[int, ...], NativeGrower] = {}
+        self._caches = Caches.allocate(model.head.config.num_hidden_layers, shape, batch, max_length)
+        self._limit = max_length
+        self.lengths = [0] * batch
+
+    def read(self, pairs: Sequence[Pairs | None]) -> Drafted:
+        """See `HeadState`."""
+        given = [(row, *pair) for row, pair in enumerate(pairs) if pair is not None and len(pair[0])]
+        counts = [len(tokens) for _, tokens, _ in given]
+        self._check_room(counts, [row for row, _, _ in given])
+        plans = [chain(row, self.lengths[row], count) for (row, _, _), count in zip(given, counts, strict=True)]
+        for (row, _, _), count in zip(given, counts, strict=True):
+            self.lengths[row] += count
+        if len(pairs) == 1:
+            features, logits = self._run(given[0][1], given[0][2], plans[0], 1)
+            return Drafted(features[None, -1:], logits[None])
+        tokens, features = (torch.cat([pair[i] for pair in given]) for i in (1, 2))
+        features, logits = self._run(tokens, features, join(plans), len(tokens))
+        ends = (np.cumsum(counts) - 1).tolist()
+        last = Drafted(
+            features.new_zeros(len(pairs), 1, features.shape[1]), logits.new_zeros(len(pairs), 1, logits.shape[1])
+        )
+        rows = [row for row, _, _ in given]
+        last.features[rows, 0], last.logits[rows, 0] = features[ends], logits[ends]
+        return last
+
+    def read_drafts(self, level: Level, tokens: Tensor, features: Tensor) -> Drafted:
+        """See `HeadState`."""
+        batch, n = tokens.shape
+        self._check_room([level.offset + n] * batch, range(batch))
+        plans = [self._plan(level, row) for row in range(batch)]
+        plan = plans[0] if batch == 1 else join(plans)
+        features, logits = self._run(tokens.reshape(-1), features.reshape(batch * n, -1), plan, batch * n)
+        return Drafted(features.view(batch, n, -1), logits.view(batch, n, -1))
+
+    def grow(self, shape: TreeShape, root: int, behind: Drafted) -> Tensor | None:
+        """See `HeadState`."""
+        if len(self.lengths) != 1 or self._table is None or max(map(len, shape.children)) > self._most:
+            return None
+        grower = self._growers.get(shape.parents)
+        if grower is None:
+            levels = [_grow_level(level, shape) for level in levels_of(shape)]
+            grower = NativeGrower(self._head, levels, len(shape.parents), self._table, self._vocab)
+            self._growers[shape.parents] = grower
+        self._check_room([len(shape.parents)], [0])
+        return grower.grow(root, behind.features[0, 0], behind.logits[0, 0], self._caches, self.lengths[0])
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """See `HeadState`."""
+        self.lengths = list(lengths)
+
+    def committed(self, row: int) -> list[Tensor]:
+        """See `HeadState`."""
+        keys, values = self._caches.read(row, self.lengths[row])
+        return [*keys, *values]
+
+    def _plan(self, level: Level, row: int) -> Plan:
+        """Where a level's drafts of a row stand."""
+        n, length = len(level.nodes), np.int32(self.lengths[row])
+        path, flat = level.seen
+        prefix = np.full(n, length, dtype=np.int32)
+        slot = np.arange(length + level.offset, length + level.offset + n, dtype=np.int32)
+        return Plan(np.full(n, row, np.int32), slot, prefix + np.int32(level.depth - 1), prefix, path, flat + length)
+
+    def _run(self, tokens: Tensor, features: Tensor, plan: Plan, count: int) -> tuple[Tensor, Tensor]:
+        inputs = torch.cat((self._embed(tokens).float(), features.float()), -1)
+        return self._head.run(inputs, plan, self._caches, count)
+
+    def _check_room(self, counts: Sequence[int], rows: Sequence[int]) -> None:
+        end = max(self.lengths[row] + count for row, count in zip(rows, counts, strict=True))
+        if end > self._limit:
+            raise InputError(f"head cache: {end} entries needed, room for {self._limit}; open it with a larger length")

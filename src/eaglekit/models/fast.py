@@ -1,0 +1,466 @@
+"""Llama-shaped targets on a CPU, without the overhead of stock code: packed weights, fused kernels, flat passes.
+
+Contract: `FastTarget` is a `Target` whose logits equal the stock model's (to 1e-4 in float32), and whose every token is
+computed independently of the other tokens of its pass (`models/stack.py`): a node of a tree gets
+the bits that plain decoding would give it. So greedy output does not depend on drafter, tree or batch, in any format.
+
+A pass has no padding: the nodes of all rows stand one after the other, T in all, and a `Plan` says where each belongs.
+Nothing in a pass grows with the context but attention itself.
+
+Glossary: T tokens of a pass, H hidden width, V vocabulary, L slots of a row's cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from eaglekit.core.tree import DraftTree
+from eaglekit.errors import InputError
+from eaglekit.models.defaults import GenerationDefaults
+from eaglekit.models.native import default_backend
+from eaglekit.models.stack import (
+    Backend,
+    Caches,
+    LayerWeights,
+    Matrix,
+    Plan,
+    Planner,
+    RotaryTables,
+    StackShape,
+    Weights,
+    chain,
+    join,
+)
+from eaglekit.models.target import TargetInfo, TargetOutput
+
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")  # frequencies that depend on nothing but the configuration
+_CHUNK = 512  # tokens of a prefill's pass
+
+
+def why_not_fast(config: Any) -> str:
+    """Why a model of this transformers configuration is left to the stock adapter; empty if `FastTarget` can run it."""
+    text = config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
+    types = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    checks = {
+        f"family {text.model_type}": text.model_type in _FAMILIES and text is config,
+        "a quantization_config": getattr(config, "quantization_config", None) is None,
+        "a sliding window": not window and not types,
+        "biases": not getattr(text, "attention_bias", False) and not getattr(text, "mlp_bias", False),
+        f"RoPE {rope.get('rope_type')}": rope.get("rope_type", "default") in _ROPE_TYPES,
+        "RoPE over parts of a head": (rope.get("partial_rotary_factor") or 1.0) == 1.0,
+    }
+    return next((reason for reason, good in checks.items() if not good), "") or _stack_shape(text).why_not()
+
+
+def fast_target(model: Any, weights: Weights, name: str = "") -> FastTarget:
+    """A `FastTarget` with the weights of a stock model on the CPU, which is not changed.
+
+    Raises:
+        InputError: `why_not_fast` has something against it, or the format is not available.
+    """
+    tensors = model.state_dict()
+    return FastTarget(
+        model.config,
+        tensors.__getitem__,
+        list(tensors),
+        weights=weights,
+        name=name or str(getattr(model.config, "_name_or_path", "")),
+        generation=model.generation_config,
+    )
+
+
+@dataclass(frozen=True)
+class Readout:
+    """Logits [..., N] of features [..., H], by a packed matrix [N, H]."""
+
+    matrix: Matrix
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """See the class."""
+        return self.matrix(features.reshape(-1, features.shape[-1]).float()).view(*features.shape[:-1], -1)
+
+
+class FastTarget:
+    """See the module and `Target`.
+
+    Args:
+        config: The transformers configuration; `why_not_fast` must have nothing against it.
+        weight: Gives a tensor of the checkpoint by name.
+        names: Of all tensors of the checkpoint.
+        weights: Format of the matrices.
+        name: What messages call it.
+        generation: The model's `GenerationConfig`, or None.
+        backend: None for the fastest that this machine has.
+
+    Raises:
+        InputError: the configuration is not one of a model that this can run, or a format is not available.
+        KeyError: the checkpoint lacks a tensor.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        weight: Callable[[str], Tensor],
+        names: Sequence[str],
+        *,
+        weights: Weights = "fp32",
+        name: str = "",
+        generation: Any = None,
+        backend: Backend | None = None,
+    ) -> None:
+        reason = why_not_fast(config)
+        if reason:
+            raise InputError(f"{name}: cannot be run by the fast target ({reason}); expected weights='stock'")
+        self.weights, self._config, self._generation = weights, config, generation
+        self.notes: tuple[str, ...] = ()  # what a user should know about how it was loaded
+        self.backend = backend or default_backend()
+        self._stack_shape = _stack_shape(config)
+        layers = (
+            _layer(f"model.layers.{i}.", weight, set(names), self._stack_shape) for i in range(config.num_hidden_layers)
+        )
+        tables = RotaryTables(*_rope(config, self._stack_shape.dim))
+        self.stack = self.backend.stack(self._stack_shape, layers, weights, tables)
+        self._norm = _checked(weight, "model.norm.weight", (config.hidden_size,)).float().contiguous()
+        table = _checked(weight, "model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
+        self.embedding = table.to(torch.float32 if weights == "fp32" else torch.float16)
+        tied = "lm_head.weight" not in names or bool(getattr(config, "tie_word_embeddings", False))
+        self._output = lambda: table if tied else _checked(weight, "lm_head.weight", tuple(table.shape))
+        self._head = Readout(self.backend.matrix(self._output(), weights))
+        self.planner = Planner()
+        self._info = TargetInfo(
+            name=name or config.model_type,
+            model_type=config.model_type,
+            hidden_size=config.hidden_size,
+            embedding_size=config.hidden_size,
+            vocab_size=len(table),
+            num_layers=config.num_hidden_layers,
+            max_length=_context_limit(config),
+            dtype=torch.float32,
+            device=torch.device("cpu"),
+        )
+
+    @property
+    def info(self) -> TargetInfo:
+        """Facts about it."""
+        return self._info
+
+    def defaults(self, tokenizer: Any = None) -> GenerationDefaults:
+        """What the model's own `generation_config` asks for; its configuration or the tokenizer may name the EOS."""
+        return GenerationDefaults.for_model(self._config, self._generation, tokenizer, self.notes)
+
+    def open(self, batch: int, max_length: int, layers: Sequence[int] = ()) -> FastState:
+        """Empty caches for `batch` rows of at most `max_length` tokens each, tree nodes included.
+
+        Raises:
+            InputError: an argument is out of range.
+        """
+        if batch < 1 or max_length < 1:
+            raise InputError(f"open: got batch {batch} and max_length {max_length}; expected at least 1 of each")
+        for layer in layers:
+            if not 0 <= layer <= self._info.num_layers:
+                raise InputError(
+                    f"open: no layer {layer} in {self._info.name}; expected 0 (embeddings) to {self._info.num_layers}"
+                )
+        return FastState(self, batch, max_length, layers)
+
+    def caches(self, batch: int, max_length: int) -> Caches:
+        """Keys and values for `batch` rows of `max_length` slots."""
+        return Caches.allocate(self._info.num_layers, self._stack_shape, batch, max_length)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Input embeddings of `ids` [...]: float32 [..., H]."""
+        return self.embedding[ids].float()
+
+    @property
+    def lm_head(self) -> Readout:
+        """Logits [..., V] of features [..., H]."""
+        return self._head
+
+    def lm_head_of(self, ids: Tensor) -> Readout:
+        """A function like `lm_head` that computes the logits [..., n] of the tokens `ids` (int64 [n]) alone.
+
+        It serves drafting: float32 matrices are kept as float16 there, which is half as much to read.
+        """
+        return Readout(self.backend.matrix(self._output()[ids], "fp16" if self.weights == "fp32" else self.weights))
+
+    def forward(
+        self, tokens: Tensor, plan: Plan, caches: Caches, layers: Sequence[int] = ()
+    ) -> tuple[Tensor, dict[int, Tensor]]:
+        """Features [T, H] of `tokens` (int64 [T]), and the residual streams [T, H] asked for."""
+        x = self.embed(tokens)
+        streams = {k: torch.empty_like(x) for k in layers}
+        self.stack.run(x, plan, caches, streams)
+        if self._info.num_layers in streams:
+            streams[self._info.num_layers] = x
+        return self.backend.norm(x, self._norm, self._stack_shape.eps), streams
+
+    def note_unused(self, names: Sequence[str]) -> None:
+        """Remember to tell the user of tensors of the checkpoint that were not read."""
+        if names:
+            self.notes = (
+                f"{self._info.name}: {len(names)} weights of the checkpoint are not used, {names[0]} first; "
+                "is its config.json the right one?",
+            )
+
+    def check_ids(self, ids: Tensor) -> None:
+        """Raise InputError if one of `ids` has no embedding."""
+        size = self._info.vocab_size
+        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+            bad = next(i for i in ids.tolist() if not 0 <= i < size)
+            raise InputError(f"token id {bad}: expected 0 to {size - 1}, the vocabulary of {self._info.name}")
+
+
+class FastState:
+    """Caches of B rows; see `TargetState`. `FastTarget.open` makes one."""
+
+    def __init__(self, target: FastTarget, batch: int, max_length: int, layers: Sequence[int]) -> None:
+        self._target = target
+        self._max_length = max_length
+        self._layers = tuple(layers)
+        self._caches = target.caches(batch, max_length)
+        self._lengths = [0] * batch
+        self._trees: list[DraftTree | None] | None = None  # of the last pass, until committed or overwritten
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Committed tokens of each row."""
+        return tuple(self._lengths)
+
+    def depth_limit(self, row: int) -> int | None:
+        """None: a tree of any depth can be read."""
+        return None
+
+    @torch.inference_mode()
+    def prefill(self, ids: Sequence[Tensor]) -> TargetOutput:
+        """Read and commit `ids[b]` (int64 [n_b], n_b >= 0) behind what row b holds already.
+
+        Logits and features of rows without ids, and features behind a shorter row's last token, are zeros.
+
+        Raises:
+            InputError: a row would grow too long, or an id is outside the vocabulary; nothing was read.
+        """
+        self._check_rows("prefill", len(ids))
+        ids = [i.detach().to("cpu", torch.int64).reshape(-1) for i in ids]
+        for row, new in enumerate(ids):
+            self._check_room(row, len(new), len(new))
+            self._target.check_ids(new)
+        self._trees = None
+        info, counts = self._target.info, [len(new) for new in ids]
+        parts, streams = [], [[] for _ in self._layers]  # type: list[Tensor], list[list[Tensor]]
+        for tokens, plan in self._chunks(ids):
+            features, kept = self._target.forward(tokens, plan, self._caches, self._layers)
+            parts.append(features)
+            for pieces, layer in zip(streams, self._layers, strict=True):
+                pieces.append(kept[layer])
+        self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
+        logits = torch.zeros(len(ids), 1, info.vocab_size)
+        if not parts:
+            empty = torch.zeros(len(ids), 0, info.hidden_size)
+            return TargetOutput(logits, empty, dict.fromkeys(self._layers, empty))
+        features = _padded(torch.cat(parts), counts)
+        read = [row for row, count in enumerate(counts) if count]
+        logits[read, 0] = self._target.lm_head(features[read, [counts[row] - 1 for row in read]])
+        layers = {k: _padded(torch.cat(p), counts) for k, p in zip(self._layers, streams, strict=True)}
+        return TargetOutput(logits, features, layers)
+
+    @torch.inference_mode()
+    def forward_tree(self, trees: Sequence[DraftTree | None]) -> TargetOutput:
+        """One pass over every row's tree; node i of row b stands at position `lengths[b] + depths[i]`.
+
+        A row whose tree is None takes no part: it costs nothing, and its outputs are zeros.
+
+        Raises:
+            InputError: a tree reaches past a limit, or a token is outside the vocabulary; nothing was read.
+        """
+        self._check_rows("forward_tree", len(trees))
+        given = [(row, tree) for row, tree in enumerate(trees) if tree is not None]
+        if not given:
+            raise InputError("forward_tree: every tree is None; expected at least one")
+        for row, tree in given:
+            self._check_room(row, len(tree.tokens), tree.shape.max_depth + 1)
+            self._target.check_ids(tree.tokens)
+        self._trees = None
+        tokens = torch.cat([tree.tokens for _, tree in given]) if len(given) > 1 else given[0][1].tokens
+        starts = [self._lengths[row] for row, _ in given]
+        plan = self._target.planner.trees([row for row, _ in given], starts, [tree.shape for _, tree in given])
+        features, streams = self._target.forward(tokens, plan, self._caches, self._layers)
+        logits = self._target.lm_head(features)
+        self._trees = list(trees)
+        counts = [0 if tree is None else len(tree.tokens) for tree in trees]
+        return TargetOutput(
+            _padded(logits, counts), _padded(features, counts), {k: _padded(x, counts) for k, x in streams.items()}
+        )
+
+    @torch.inference_mode()
+    def commit(self, nodes: Sequence[Sequence[int]]) -> None:
+        """Keep, in each row, these nodes of its last tree: a path from the root down (empty: nothing is kept).
+
+        Raises:
+            InputError: there is no tree to commit, or the nodes are no path of it; nothing was kept.
+        """
+        self._check_rows("commit", len(nodes))
+        if self._trees is None:
+            raise InputError("commit: no tree was read since the last commit; call forward_tree first")
+        for row, (tree, path) in enumerate(zip(self._trees, nodes, strict=True)):
+            parents = () if tree is None else tree.shape.parents
+            before = -1
+            for node in path:
+                if not 0 <= node < len(parents) or parents[node] != before:
+                    raise InputError(
+                        f"commit: row {row}: {list(path)} is no path from the root of its tree; expected nodes that "
+                        "are each the child of the one before, from 0 on"
+                    )
+                before = node
+        self._trees = None
+        for row, path in enumerate(nodes):
+            length = self._lengths[row]
+            moved = next((i for i, node in enumerate(path) if node != i), len(path))
+            if moved < len(path):
+                sources = [length + node for node in path[moved:]]
+                self._target.backend.move(self._caches, row, sources, length + moved)
+            self._lengths[row] = length + len(path)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Forget all but the first `lengths[b]` tokens of each row.
+
+        Raises:
+            InputError: a length is negative, or longer than the row is.
+        """
+        self._check_rows("truncate", len(lengths))
+        for row, (old, new) in enumerate(zip(self._lengths, lengths, strict=True)):
+            if not 0 <= new <= old:
+                raise InputError(f"truncate: row {row} holds {old} tokens; got length {new}, expected 0 to {old}")
+        self._trees = None
+        self._lengths = list(lengths)
+
+    def committed(self, row: int = 0) -> list[Tensor]:
+        """Keys and values [kv, length, D] of a row's committed tokens, layer by layer; for checks."""
+        keys, values = self._caches.read(row, self._lengths[row])
+        return [*keys, *values]
+
+    def _chunks(self, ids: Sequence[Tensor]) -> Iterator[tuple[Tensor, Plan]]:
+        """Passes of at most `_CHUNK` tokens that read `ids`, row after row."""
+        tokens: list[Tensor] = []
+        plans: list[Plan] = []
+        room = _CHUNK
+        for row, new in enumerate(ids):
+            done = 0
+            while done < len(new):
+                count = min(room, len(new) - done)
+                tokens.append(new[done : done + count])
+                plans.append(chain(row, self._lengths[row] + done, count))
+                done, room = done + count, room - count
+                if not room:
+                    yield torch.cat(tokens), join(plans)
+                    tokens, plans, room = [], [], _CHUNK
+        if tokens:
+            yield torch.cat(tokens), join(plans)
+
+    def _check_rows(self, verb: str, got: int) -> None:
+        if got != len(self._lengths):
+            raise InputError(f"{verb}: got {got} rows, expected {len(self._lengths)}: one entry for each row")
+
+    def _check_room(self, row: int, slots: int, positions: int) -> None:
+        length, limit = self._lengths[row], self._target.info.max_length
+        if length + positions > limit:
+            raise InputError(
+                f"row {row}: {positions} more tokens behind {length} make {length + positions}, over the context "
+                f"limit of {limit}; shorten the prompt or ask for fewer new tokens"
+            )
+        if length + slots > self._max_length:
+            raise InputError(
+                f"row {row}: {slots} more tokens or nodes behind {length} make {length + slots}, but the state was "
+                f"opened for {self._max_length}; open it with a larger max_length"
+            )
+
+
+def _padded(flat: Tensor, counts: Sequence[int]) -> Tensor:
+    """[T, D], the rows' tokens one after the other, as [B, N, D]; zeros behind a shorter row's."""
+    width = max(counts)
+    if len(flat) == len(counts) * width:
+        return flat.view(len(counts), width, -1)
+    whole = flat.new_zeros(len(counts), width, flat.shape[1])
+    start = 0
+    for row, count in enumerate(counts):
+        whole[row, :count] = flat[start : start + count]
+        start += count
+    return whole
+
+
+def _stack_shape(config: Any) -> StackShape:
+    return StackShape(
+        hidden=config.hidden_size,
+        inner=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv=config.num_key_value_heads,
+        dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        activation=config.hidden_act,
+        eps=config.rms_norm_eps,
+    )
+
+
+def _checked(weight: Callable[[str], Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    """A tensor of the checkpoint.
+
+    Raises:
+        KeyError: there is none, or it is not such a tensor.
+    """
+    found = weight(name).detach()
+    if tuple(found.shape) != shape or not found.is_floating_point():
+        raise KeyError(f"{name}: {found.dtype} {list(found.shape)}, expected {list(shape)}")
+    return found
+
+
+def _layer(prefix: str, weight: Callable[[str], Tensor], names: set[str], shape: StackShape) -> LayerWeights:
+    """A layer from tensors called as in transformers' Llama."""
+    hidden, inner, dim = shape.hidden, shape.inner, shape.dim
+    widths = {"q": shape.heads * dim, "k": shape.kv * dim, "v": shape.kv * dim}
+
+    def need(name: str, *size: int) -> Tensor:
+        return _checked(weight, prefix + name, size)
+
+    def norm(name: str) -> Tensor | None:
+        return need(f"self_attn.{name}.weight", dim) if f"{prefix}self_attn.{name}.weight" in names else None
+
+    biased = f"{prefix}self_attn.q_proj.bias" in names
+    q_norm, k_norm = norm("q_norm"), norm("k_norm")
+    return LayerWeights(
+        input_norm=need("input_layernorm.weight", hidden),
+        qkv=torch.cat([need(f"self_attn.{n}_proj.weight", width, hidden) for n, width in widths.items()]),
+        qkv_bias=torch.cat([need(f"self_attn.{n}_proj.bias", width) for n, width in widths.items()]) if biased else None,
+        head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+        out=need("self_attn.o_proj.weight", hidden, widths["q"]),
+        mlp_norm=need("post_attention_layernorm.weight", hidden),
+        gate_up=torch.cat([need(f"mlp.{n}_proj.weight", inner, hidden) for n in ("gate", "up")]),
+        down=need("mlp.down_proj.weight", hidden, inner),
+    )
+
+
+def _rope(config: Any, dim: int) -> tuple[Tensor, float]:
+    """Inverse frequencies [D/2] and the factor on cos and sin, as transformers computes them."""
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        theta = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+        return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim), 1.0
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    return frequencies, float(factor)
+
+
+def _context_limit(config: Any) -> int:
+    """Most tokens of a text; YaRN configurations may state the length before scaling."""
+    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
+    limit = int(config.max_position_embeddings)
+    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings") and rope.get("factor"):
+        limit = max(limit, int(rope["original_max_position_embeddings"] * rope["factor"]))
+    return limit

@@ -1,0 +1,141 @@
+"""How well a head drafts what its target says: what `eaglekit eval-head` measures, without timing anything.
+
+Contract: the target answers prompts greedily, in many rows at once where it can; what the head would have had accepted
+follows from these answers and their features (`evaluate`). The numbers are those of greedy decoding with the same
+target in float32, and do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from eaglekit.errors import InputError
+from eaglekit.models.head import EagleHead
+from eaglekit.models.hf import HFTarget
+from eaglekit.train.evaluate import Acceptance, Tally, standard_shapes
+from eaglekit.train.generate import Finished, Job, generate
+from eaglekit.train.pipeline import pad_id, read_embedding, read_readout
+
+
+@dataclass(frozen=True)
+class HeadReport:
+    """What `eval_head` found.
+
+    Attributes:
+        acceptance: τ, n-α and acceptance by depth.
+        prompts: How many were answered.
+        answer_tokens: Tokens of the answers.
+        draft_vocabulary: Tokens that the head may draft.
+        coverage: Share of the answers' tokens that it may draft.
+    """
+
+    acceptance: Acceptance
+    prompts: int
+    answer_tokens: int
+    draft_vocabulary: int
+    coverage: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """These numbers, for JSON."""
+        found = self.acceptance
+        return {
+            "prompts": self.prompts,
+            "answer_tokens": self.answer_tokens,
+            "tau": {name: round(value, 4) for name, value in found.tau.items()},
+            "n_alpha": [round(x, 4) for x in found.n_alpha],
+            "acceptance_by_depth": {name: [round(x, 4) for x in row] for name, row in found.by_depth.items()},
+            "draft_vocabulary": self.draft_vocabulary,
+            "coverage": round(self.coverage, 4),
+        }
+
+    def table(self) -> str:
+        """The same for people."""
+        found = self.acceptance
+        rows = [f"{self.prompts} prompts, {self.answer_tokens} answer tokens, greedy"]
+        rows += [
+            f"τ {name}: {tau:.3f}  accepted / tried by depth: {' '.join(f'{x:.2f}' for x in found.by_depth[name])}"
+            for name, tau in found.tau.items()
+        ]
+        rows.append(f"n-α: {' '.join(f'{x:.3f}' for x in found.n_alpha)}")
+        rows.append(f"draft vocabulary: {self.draft_vocabulary} tokens, {self.coverage:.1%} of the answers' tokens")
+        return "\n".join(rows)
+
+
+def eval_head(
+    target: HFTarget,
+    tokenizer: Any,
+    head: EagleHead,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 256,
+    batch_size: int = 16,
+    progress: Callable[[str], None] = print,
+) -> HeadReport:
+    """Judge `head` by the target's greedy answers to `prompts`.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer.
+        head: On the target's device, of its width and vocabulary.
+        prompts: Token ids, ending where the answer starts.
+        max_new_tokens: Limit of an answer, 1 at least; less where the context ends.
+        batch_size: Answers made at once.
+        progress: Called with a line of text now and then.
+
+    Raises:
+        InputError: there are no prompts, or one leaves no room in the context for two tokens.
+        UnsupportedModelError: the target's `lm_head` is not a matrix.
+    """
+    info = target.info
+    if not prompts or max_new_tokens < 1:
+        raise InputError(f"eval-head: got {len(prompts)} prompts, {max_new_tokens} new tokens; expected at least 1 each")
+    for place, prompt in enumerate(prompts, 1):
+        if not 1 <= len(prompt) <= info.max_length - 2:
+            raise InputError(
+                f"eval-head: prompt {place} has {len(prompt)} tokens; expected 1 to {info.max_length - 2}, the context of "
+                f"{info.name} less two; leave it out"
+            )
+    readout, embedding = read_readout(target, progress), read_embedding(target)
+    ends = frozenset(target.defaults(tokenizer).eos_ids)
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    queue = deque(
+        Job(i, tuple(prompts[i]), 0.0, min(max_new_tokens, info.max_length - len(prompts[i])), ends, 0) for i in order
+    )
+    tally = Tally(head, embedding, readout, standard_shapes())
+    allowed = torch.ones(info.vocab_size, dtype=torch.bool)
+    if head.draft_vocab is not None:
+        allowed.fill_(False)[head.draft_vocab.cpu()] = True
+    done = tokens = covered = 0
+    groups = generate(
+        target.model,
+        queue,
+        batch_size=batch_size,
+        max_length=max(len(job.prompt) + job.max_new_tokens for job in queue),
+        pad_id=pad_id(tokenizer, sorted(ends)),
+        features=torch.float32,
+        weights="fp32",
+    )
+    for group in groups:
+        for finished in group:
+            ids = torch.tensor([*finished.job.prompt, *finished.answer])
+            covered += int(allowed[ids[len(finished.job.prompt) :]].sum())
+            tokens += len(finished.answer)
+            done += 1
+            tally.add((ids, _features(target, finished), len(finished.job.prompt)))
+        progress(f"{done} of {len(prompts)} prompts, {tokens} tokens")
+    coverage = covered / max(1, tokens)
+    size = info.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
+    return HeadReport(tally.acceptance(), done, tokens, size, coverage)
+
+
+def _features(target: HFTarget, finished: Finished) -> torch.Tensor:
+    """[n - 1, H] of prompt and answer; read once more if they did not come with the answer."""
+    if finished.features is not None:
+        return finished.features
+    ids = torch.tensor([*finished.job.prompt, *finished.answer][:-1])
+    return target.open(1, len(ids)).prefill([ids]).features[0].cpu()
