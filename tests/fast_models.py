@@ -1,4 +1,4 @@
-"""Tiny random models that `FastTarget` can run: families, biases, norms, tied matrices, kinds of RoPE, groups of heads."""
+"""Tiny random models that `FastTarget` can run, of all families, RoPE types and groupings of heads; and comparisons."""
 
 from __future__ import annotations
 
@@ -41,19 +41,19 @@ def _rope(kind: str, **values: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **values}}
 
 
-_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+_LLAMA3 = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 40}
 _CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (tf.LlamaConfig, {}),
     "llama-tied": (tf.LlamaConfig, {"tie_word_embeddings": True, "rms_norm_eps": 1e-3}),
     "llama-linear": (tf.LlamaConfig, _rope("linear", factor=2.0)),
     "llama-llama3": (tf.LlamaConfig, _rope("llama3", **_LLAMA3)),
-    "llama-yarn": (tf.LlamaConfig, _rope("yarn", factor=4.0, original_max_position_embeddings=32)),
+    "llama-yarn": (tf.LlamaConfig, _rope("yarn", factor=4.0, original_max_position_embeddings=40)),
     "llama-gelu": (tf.LlamaConfig, {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 4}),
     "mistral": (tf.MistralConfig, {"sliding_window": None, "num_attention_heads": 3, "num_key_value_heads": 1}),
     "qwen2": (tf.Qwen2Config, {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}),
     "qwen2-yarn-tied": (
         tf.Qwen2Config,
-        {**_rope("yarn", factor=4.0, original_max_position_embeddings=32), "tie_word_embeddings": True},
+        {**_rope("yarn", factor=4.0, original_max_position_embeddings=40), "tie_word_embeddings": True},
     ),
     "qwen3": (tf.Qwen3Config, {"head_dim": 64, "num_attention_heads": 7, "num_key_value_heads": 1}),
     "qwen3-tied": (tf.Qwen3Config, {"tie_word_embeddings": True, **_rope("default", rope_theta=1e6)}),

@@ -134,7 +134,7 @@ def test_a_bad_prompt_is_an_input_error_that_says_why(talker: Model, prompt: Any
         ({"stop": [""]}, "stop="),
         ({"stop": ["a", 3]}, "stop="),
         ({"stop": 3}, "stop=3: expected a string or a list of strings"),
-        ({"method": "medusa"}, "'medusa'.*eagle, plain"),
+        ({"method": "medusa"}, "'medusa'.*auto, eagle, lookup, plain"),
         ({"tree": "papre"}, "'papre'.*expected 'paper'"),
         ({"tree": "chain:0"}, "chain of 0"),
         ({"tree": 5}, "tree=5: expected 'paper'"),
@@ -184,10 +184,14 @@ def test_a_template_that_refuses_messages_is_an_input_error(target: HFTarget, he
 def test_no_head_is_a_head_error_and_plain_still_works(target: HFTarget) -> None:
     model = Model.wrap(target)
     with pytest.raises(HeadError, match="needs a draft head"):
-        model.stream(PROMPT, max_new_tokens=4)
+        model.stream(PROMPT, max_new_tokens=4, method="eagle")
     with pytest.raises(HeadError):
-        model.chat()
-    assert len(model.generate(PROMPT, max_new_tokens=4, method="plain").token_ids) == 4
+        model.stream(PROMPT, max_new_tokens=4, tree="chain:2")  # a tree is a wish for EAGLE
+    with pytest.raises(HeadError):
+        model.chat(method="eagle")
+    plain = model.generate(PROMPT, max_new_tokens=12, method="plain").token_ids
+    assert len(plain) == 12
+    assert model.generate(PROMPT, max_new_tokens=12).token_ids == plain
 
 
 # --- answers

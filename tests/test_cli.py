@@ -82,8 +82,10 @@ def test_sampling_options_reach_the_model(where: list[str]) -> None:
 def test_plain_needs_no_head(where: list[str]) -> None:
     code, out, _ = run("generate", "hello", *where[:2], "--method", "plain", "--max-new-tokens", "4", "--json")
     assert code == 0 and json.loads(out)["stats"]["tau"] == 1
-    code, _, err = run("generate", "hello", *where[:2], "--max-new-tokens", "4")
+    code, _, err = run("generate", "hello", *where[:2], "--max-new-tokens", "4", "--method", "eagle")
     assert code == 2 and "--head" in err and "plain" in err
+    code, _, err = run("generate", "hello", *where[:2], "--max-new-tokens", "4")
+    assert code == 0 and "no draft head" in err
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_plain_needs_no_head(where: list[str]) -> None:
         (["--tree", "chain:x"], "chain:5"),
         (["--max-new-tokens", "-1"], "max_new_tokens=-1"),
         (["--max-new-tokens", "5000"], "the context holds 256"),
-        (["--method", "magic"], "eagle, plain"),
+        (["--method", "magic"], "auto, eagle, lookup, plain"),
         (["--seed", "-3"], "seed=-3"),
         (["--stop", ""], "not empty"),
         (["--raw", "--system", "x"], "--raw"),

@@ -24,6 +24,7 @@ from eaglekit.engine.decode import Session
 from eaglekit.engine.drafter import Context, Drafter, Observed, PlainDrafter
 from eaglekit.engine.stopping import Piece, Stopper
 from eaglekit.errors import InputError
+from eaglekit.models.draft import ModuleState
 from eaglekit.models.head import EagleHead
 from eaglekit.models.hf import HFTarget
 from eaglekit.models.state import HFState
@@ -420,7 +421,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, error: Bas
         (EagleState, "propose"),
         (EagleState, "commit"),
         (EagleState, "read_pending"),
-        (EagleState, "_read_drafts"),
+        (ModuleState, "read_drafts"),
     ],
     ids=lambda x: x if isinstance(x, str) else x.__name__,
 )

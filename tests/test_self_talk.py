@@ -18,7 +18,8 @@ from eaglekit.train.features import read_index
 from eaglekit.train.generate import Finished, Job, generate
 from eaglekit.train.options import SelfTalkOptions, SynthesisOptions, TrainOptions
 from eaglekit.train.pipeline import train_head
-from eaglekit.train.self_talk import Report, _Seen, _Stage, read_tries, self_talk
+from eaglekit.train.self_talk import _Stage, self_talk
+from eaglekit.train.tries import Report, Seen, read_tries
 from tiny import llama, tokenizer
 
 SYNTHESIS = SynthesisOptions(max_prompt_tokens=24, max_new_tokens=16, batch_size=4, temperatures=(0.0, 1.0))
@@ -157,7 +158,9 @@ def test_what_is_left_out_is_counted(tmp_path: Path) -> None:
     report = talk(tmp_path / "t.jsonl", 6, options=SelfTalkOptions(max_tokens=120, max_user_tokens=12, shared=0.9))
     assert report.dropped["unfinished"] > 0
     assert "\n" not in report.summary()
-    assert f"6 dialogues, {report.turns} answers of {report.tokens} tokens, from {report.tries} tries" in report.summary()
+    assert (
+        f"6 dialogues, {report.turns} answers of {report.tokens} tokens, from {report.tries} tries" in report.summary()
+    )
     assert f"{report.dropped['unfinished']} unfinished" in report.summary()
     with pytest.raises(DataError, match=r"0 dialogues.*from \d+ tries.*hardly talks by itself.*--data FILE"):
         talk(tmp_path / "u.jsonl", 1, options=SelfTalkOptions(loop_tokens=1, loop_times=1))
@@ -172,7 +175,7 @@ def test_loops_and_near_duplicates() -> None:
     def messages(text: str) -> list[dict[str, str]]:
         return [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]
 
-    seen = _Seen(SelfTalkOptions())
+    seen = Seen(SelfTalkOptions())
     words = [f"w{i}" for i in range(100)]
     assert seen.add(messages(" ".join(words)))
     assert not seen.add(messages(" ".join(words).upper() + "!"))
@@ -196,7 +199,7 @@ def test_a_users_text_ends_where_the_template_goes_on() -> None:
     with pytest.raises(DataError, match="does not show"):
         _Stage(tok, frozenset(), SYNTHESIS, SelfTalkOptions(), 100)
     tok.chat_template = None
-    with pytest.raises(InputError, match="no chat template.*--data FILE"):
+    with pytest.raises(InputError, match=r"no chat template.*--data FILE"):
         _Stage(tok, frozenset(), SYNTHESIS, SelfTalkOptions(), 100)
     with pytest.raises(InputError, match="1 tokens are too few"):
         _Stage(tokenizer(), frozenset(), SYNTHESIS, SelfTalkOptions(), 1)

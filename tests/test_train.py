@@ -204,6 +204,15 @@ def test_unrolled_steps_equal_drafting_with_the_cache() -> None:
         assert not cropped[s][0, :3].any()
 
 
+def test_texts_shorter_than_a_chain_can_be_unrolled() -> None:
+    head = new_head().eval().requires_grad_(False)
+    e, features = random(1, 8, WIDTH), random(1, 8, WIDTH, seed=1)
+    whole = unroll(head, e, features, 5)
+    for n in (1, 2, 3):
+        for s, y in enumerate(unroll(head, e[:, :n], features[:, :n], 5)):
+            torch.testing.assert_close(y[:, s:], whole[s][:, s:n], rtol=1e-4, atol=1e-4)
+
+
 def test_simulated_acceptance_equals_drafting() -> None:
     head = new_head(0.1).train()
     ids, features = torch.randint(6, (60,), generator=torch.Generator().manual_seed(0)), random(59, WIDTH)

@@ -202,7 +202,8 @@ CHATML = (
 )
 # No header before an answer, roles must alternate, the system message is part of the first turn.
 INST = (
-    "{% if messages[0]['role'] == 'system' %}{% set start = messages[0]['content'] + ' ' %}{% set rest = messages[1:] %}"
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set start = messages[0]['content'] + ' ' %}{% set rest = messages[1:] %}"
     "{% else %}{% set start = '' %}{% set rest = messages %}{% endif %}"
     "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('alternate') }}"
     "{% elif m['role'] == 'user' %}[INST] {% if loop.first %}{{ start }}{% endif %}{{ m['content'] }} [/INST]"

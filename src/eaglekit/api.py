@@ -17,6 +17,7 @@ from eaglekit.core.stats import Stats
 from eaglekit.core.tree import TreeShape
 from eaglekit.drafters.auto import AutoDrafter, Clockwork, default_arms
 from eaglekit.drafters.eagle import EagleDrafter
+from eaglekit.drafters.prompt_lookup import GraftedDrafter
 from eaglekit.engine.decode import Session, check_prompt
 from eaglekit.engine.drafter import Drafter, PlainDrafter
 from eaglekit.engine.stopping import FinishReason, Piece, Stopper
@@ -29,7 +30,7 @@ from eaglekit.models.target import Target
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int]
-Method = Literal["auto", "eagle", "plain"]
+Method = Literal["auto", "eagle", "lookup", "plain"]
 
 
 @dataclass(frozen=True)
@@ -215,10 +216,11 @@ class Model:
             repetition_penalty: Default: the model's generation_config, else 1 (off).
             stop: Strings that end the answer; they are not part of its text.
             seed: Makes the answer repeatable; the global random state is never used.
-            tree: "paper", "chain:N", a JSON file of choices, or a `TreeShape`. Default: for method "auto" what pays best,
-                found while decoding; for "eagle" the paper's.
-            method: "auto" (EAGLE as far as it pays, plain decoding where it does not, or without a head), "eagle", or
-                "plain" for one token per pass.
+            tree: "paper", "chain:N", a JSON file of choices, or a `TreeShape`; "+lookup:N" behind it grafts up to N
+                tokens that the text itself suggests. Default: for method "auto" what pays best, found while decoding;
+                for "eagle" the paper's.
+            method: "auto" (EAGLE and lookup as far as they pay, lookup alone without a head), "eagle", "lookup" (tokens
+                that the text itself suggests), or "plain" for one token per pass.
             logits_processor: Callables like the `LogitsProcessor` of transformers. Each tree node is given its own
                 prefix, drafts included, so they must be functions of their arguments alone.
             logprobs: Whether to return log-probabilities.
@@ -251,11 +253,11 @@ class Model:
             HeadError: method "eagle" without a head.
         """
         check_method(method)
-        shape = TreeShape.paper() if tree is None else TreeShape.parse(tree) if isinstance(tree, str) else tree
-        if not isinstance(shape, TreeShape):
-            raise InputError(f"tree={tree!r}: expected 'paper', 'chain:N', the path of a JSON file, or a TreeShape")
-        if method == "plain" or (method == "auto" and self.head is None and tree is None):
+        shape, lookup = parse_tree("paper" if tree is None else tree)
+        if method == "plain":
             return PlainDrafter()
+        if method == "lookup" or (method == "auto" and self.head is None and tree is None):
+            return GraftedDrafter(PlainDrafter(), lookup or 8)
         if self.head is None:
             raise HeadError(
                 f"method 'eagle' needs a draft head, and none was given for {self.target.info.name}; "
@@ -265,7 +267,8 @@ class Model:
         if self._drafting is None or self._drafting.head is not self.head:
             self._drafting, self._clockwork = DraftModel(self.head, self.target), None
         if method == "eagle" or tree is not None:
-            return EagleDrafter(self.head, self.target, shape, model=self._drafting)
+            eagle = EagleDrafter(self.head, self.target, shape, model=self._drafting)
+            return GraftedDrafter(eagle, lookup) if lookup else eagle
         if self._clockwork is None:
             self._clockwork = Clockwork(default_arms())
         middle = EagleDrafter(self.head, self.target, TreeShape.chain(2), model=self._drafting)
@@ -452,6 +455,24 @@ class Chat:
         finally:
             stream.close()
             self.messages = [*messages, {"role": "assistant", "content": text}]
+
+
+def parse_tree(tree: str | TreeShape) -> tuple[TreeShape, int]:
+    """A tree, and how many looked-up tokens are grafted to it: `TREE`, `TREE+lookup:N` or `lookup:N`.
+
+    Raises:
+        InputError: it is none of these, or no tree.
+    """
+    if isinstance(tree, TreeShape):
+        return tree, 0
+    if not isinstance(tree, str):
+        raise InputError(f"tree={tree!r}: expected 'paper', 'chain:N', the path of a JSON file, or a TreeShape")
+    name, found, graft = tree.rpartition("lookup:")
+    if not found or not (name == "" or name.endswith("+")):
+        return TreeShape.parse(tree), 0
+    if not graft.isdecimal() or not 1 <= int(graft) <= 64:
+        raise InputError(f"tree {tree!r}: lookup of {graft!r} tokens; expected 1 to 64, for example lookup:6")
+    return TreeShape.parse(name[:-1]) if name else TreeShape.root_only(), int(graft)
 
 
 def check_method(method: str) -> None:

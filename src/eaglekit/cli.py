@@ -46,13 +46,17 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Weights = Annotated[
     str,
-    typer.Option(help="fp32, fp16 or int8 matrices on a CPU; stock: transformers' modules. auto: fp32 where it can be."),
+    typer.Option(help="fp32, fp16 or int8 matrices on a CPU; stock: transformers' modules. auto: fp32 where possible."),
 ]
 Method = Annotated[
-    str, typer.Option(help="auto: EAGLE as far as it pays; eagle; plain: one token per pass.")
+    str, typer.Option(help="auto: EAGLE and lookup as far as they pay; eagle; lookup; plain: one token per pass.")
 ]
 Tree = Annotated[
-    str | None, typer.Option(help="paper, chain:N, or a JSON file of choices. Default: what pays (auto), paper (eagle).")
+    str | None,
+    typer.Option(
+        help="paper, chain:N, or a JSON file of choices; +lookup:N behind it grafts tokens that the text suggests. "
+        "Default: what pays (auto), paper (eagle)."
+    ),
 ]
 MaxNewTokens = Annotated[int, typer.Option(help="Limit of the answer, tokens.")]
 Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
@@ -113,7 +117,7 @@ def _load(target: str | None, head: str | None, device: str, dtype: str, weights
     for note in model.defaults.notes:
         _note(note)
     if model.head is None:
-        _note("no draft head for this target: decoding plainly; --head DIR names one, 'eaglekit train' makes one")
+        _note("no draft head for this target, only lookup; --head DIR names one, 'eaglekit train' makes one")
     return model
 
 
@@ -128,12 +132,11 @@ def _load_stock(target: str | None, device: str) -> Any:
 
 def _check_before_loading(method: str, tree: str | None, options: dict[str, Any]) -> None:
     """Refuse what no model could carry out before gigabytes are read."""
-    from eaglekit.api import Model, check_method
-    from eaglekit.core.tree import TreeShape
+    from eaglekit.api import Model, check_method, parse_tree
 
     check_method(method)
     if tree is not None:
-        TreeShape.parse(tree)
+        parse_tree(tree)
     Model.check_options(**options)
 
 
@@ -413,12 +416,20 @@ def check(
         raise typer.Exit(1)
 
 
-@app.command()
+bench_app = typer.Typer()
+app.add_typer(bench_app, name="bench")
+
+
+@bench_app.callback(invoke_without_command=True)
 @_reporting
 def bench(
+    context: typer.Context,
     prompts: Annotated[
-        Path, typer.Option(help="JSON lines with 'turns', 'prompt' or 'messages'; first turns are used.")
-    ],
+        Path | None,
+        typer.Option(
+            help="JSON lines with 'turns', 'prompt' or 'messages'; first turns are used.", show_default="required"
+        ),
+    ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(
@@ -440,6 +451,14 @@ def bench(
     weights: Weights = "auto",
 ) -> None:
     """Measure acceptance and speed: every method on every prompt in turn, the same weights and limits for all."""
+    if context.invoked_subcommand is not None:
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
+        if given:
+            raise InputError(f"bench: put --{given[0].replace('_', '-')} behind {context.invoked_subcommand}")
+        return
+    if prompts is None:
+        raise InputError("bench: --prompts is missing; expected a file of JSON lines, or the command 'speed'")
     from eaglekit.bench import run as runner
     from eaglekit.bench.tasks import read_tasks
 
@@ -466,6 +485,82 @@ def bench(
         _note(f"{number} of {len(tasks)} prompts; tokens/s: {rates}")
     print(runner.table(data))
     print(json.dumps(data))
+
+
+@bench_app.command()
+@_reporting
+def speed(
+    target: Target = None,
+    head: Head = None,
+    weights: Annotated[
+        list[str] | None, typer.Option(help="fp32, fp16, int8; may be repeated, or joined by commas. Default: all.")
+    ] = None,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="decode, cost, context, phases, scripted, batch, start or rivals; may be repeated. "
+            "Default: all but rivals."
+        ),
+    ] = None,
+    rivals: Annotated[bool, typer.Option("--rivals", help="Measure xllamacpp and openvino-genai too.")] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines with 'turns', 'prompt' or 'messages'. Default: eight short ones.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use the first N prompts only.")] = None,
+    tree: Annotated[
+        list[str] | None, typer.Option(help="EAGLE's trees besides auto; may be repeated. Default: paper, chain:5.")
+    ] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    repeats: Annotated[int, typer.Option(help="Passes of each kind.")] = 20,
+    alpha: Annotated[float, typer.Option(help="scripted: probability of a right step.")] = 0.8,
+    steps: Annotated[int, typer.Option(help="scripted: drafts per round.")] = 5,
+    sequences: Annotated[int, typer.Option(help="batch: sequences at once.")] = 32,
+    batch_tokens: Annotated[int, typer.Option(help="batch: new tokens of each.")] = 128,
+    starts: Annotated[int, typer.Option(help="start: processes per format.")] = 3,
+    seed: Annotated[int, typer.Option(min=0, help="Of orders and dice.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder for speed.json, written after every section, and speed.png.")
+    ] = None,
+) -> None:
+    """Measure what the engine costs on this CPU: rates, passes, phases, batches, start; against transformers."""
+    from eaglekit.bench import plots, speed_table
+    from eaglekit.bench import speed as measuring
+    from eaglekit.bench.tasks import read_tasks
+
+    formats = tuple(w for text in weights or () for w in text.split(","))
+    defaults = measuring.SpeedOptions
+    options = defaults(
+        weights=formats if weights else defaults.weights,
+        only=tuple(only or ()),
+        rivals=rivals,
+        trees=tuple(tree) if tree else defaults.trees,
+        max_new_tokens=max_new_tokens,
+        repeats=repeats,
+        alpha=alpha,
+        steps=steps,
+        sequences=sequences,
+        batch_tokens=batch_tokens,
+        starts=starts,
+        seed=seed,
+    )
+    texts = None if prompts is None else [task.text for task in read_tasks(prompts, limit)]
+    if output is not None:
+        if output.exists() and not output.is_dir():
+            raise InputError(f"--output {output}: a file; expected a folder, or a name for a new one")
+        output.mkdir(parents=True, exist_ok=True)
+    setup = measuring.Setup.load(target, head, options, texts, limit)
+    report: dict[str, Any] = {}
+    for report in measuring.measure(setup, options, _note):
+        if output is not None:
+            text = json.dumps(report, indent=1, ensure_ascii=False)
+            (output / "speed.json").write_text(text + "\n", encoding="utf-8")
+    if output is not None:
+        if not plots.available():
+            _note("no picture: it needs matplotlib; pip install 'eaglekit[bench]'")
+        elif plots.draw(report, output / "speed.png"):
+            _note(f"{output / 'speed.png'} drawn")
+    print(speed_table.table(report))
+    print(json.dumps(report))
 
 
 def _use_config(context: typer.Context, path: Path | None) -> Path | None:
@@ -572,7 +667,7 @@ def train(
         seed=seed,
     )
     if not data and synthesize is None:
-        raise InputError("train: nothing to train on; expected --data FILE, or --synthesize N for N dialogues of its own")
+        raise InputError("train: nothing to train on; expected --data FILE, or --synthesize N (the target writes it)")
     path, loaded, tokenizer = _load_for_training("train", target, device, dtype)
     result = train_head(
         loaded,
@@ -639,10 +734,16 @@ def eval_head(
     if head is None and target is not None:
         raise InputError(f"eval-head: no head was given for {target}; name one with --head DIR, or train it first")
     folder = Path(head) if head is not None else builtin.shipped_head()
+    draft = load_head(folder, dtype=torch.float32)
     path, loaded, tokenizer = _load_for_training("eval-head", target, device, dtype)
-    draft = load_head(folder, dtype=torch.float32, device=loaded.info.device)
     check_fit(draft.config, loaded.info)
-    ids = [encode_prompt(tokenizer, [{"role": "user", "content": task.text}]) for task in tasks]
+    draft.to(loaded.info.device)
+    ids = [  # as `generate` reads a prompt
+        encode_prompt(tokenizer, [{"role": "user", "content": task.text}])
+        if tokenizer.chat_template
+        else list(tokenizer(task.text)["input_ids"])
+        for task in tasks
+    ]
     report = judge(loaded, tokenizer, draft, ids, max_new_tokens=max_new_tokens, progress=_note)
     print(report.table())
     if json_file is not None:

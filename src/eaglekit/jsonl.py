@@ -12,9 +12,7 @@ from typing import Any
 from eaglekit.errors import DataError
 
 
-def read_lines(
-    path: Path, on_bad: Callable[[DataError], None] | None = None
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def read_lines(path: Path, on_bad: Callable[[DataError], None] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of every line that is not empty; lines are read as they are asked for.
 
     Args:

@@ -3,7 +3,8 @@
 Contract: methods alternate prompt by prompt, in an order that rotates, so that a machine whose speed drifts slows all
 of them alike; each is warmed up once; the same weights, prompts, limits and stopping serve all. A ratio is taken prompt
 by prompt, on seconds per new token, and reported as median, 10th and 90th percentile. `transformers` is the stock
-`generate` on the same checkpoint, in float32 on a CPU. Greedy ids are compared with those of the first greedy method named.
+`generate` on the same checkpoint, in float32 on a CPU. Greedy ids are compared with those of the first greedy method
+named.
 """
 
 from __future__ import annotations
@@ -21,27 +22,26 @@ from typing import Any, Literal, cast
 import torch
 
 from eaglekit import __version__
-from eaglekit.api import Model
+from eaglekit.api import Model, Prompt, parse_tree
 from eaglekit.bench.lossless import best_gap, first_difference, fresh_logits
 from eaglekit.bench.tasks import Task
 from eaglekit.core.stats import Stats
-from eaglekit.core.tree import TreeShape
 from eaglekit.engine.decode import check_prompt
 from eaglekit.errors import InputError
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A column of the table: `transformers`, `plain`, `auto`, or `eagle` with a tree; `@T` behind it sets T."""
+    """A column of the table: `transformers`, `plain`, `auto`, `lookup` or `eagle`; `@T` sets the temperature."""
 
     label: str
-    kind: Literal["transformers", "plain", "auto", "eagle"]
+    kind: Literal["transformers", "plain", "auto", "lookup", "eagle"]
     tree: str | None = None
     temperature: float = 0.0
 
     @staticmethod
     def parse(text: str) -> MethodSpec:
-        """`transformers`, `plain`, `auto`, `eagle`, `eagle:TREE`, each with an optional `@TEMPERATURE`.
+        """`transformers`, `plain`, `auto`, `lookup:N` or `eagle:TREE`, each with an optional `@TEMPERATURE`.
 
         Raises:
             InputError: it is none of these.
@@ -52,15 +52,18 @@ class MethodSpec:
             temperature = float(heat) if heat else 0.0
         except ValueError:
             temperature = -1.0
-        known = kind in ("transformers", "plain", "auto", "eagle") and not body.endswith(":")
-        if not known or (tree and kind != "eagle") or not 0 <= temperature < math.inf:
+        known = kind in ("transformers", "plain", "auto", "lookup", "eagle") and not body.endswith(":")
+        if not known or (tree and kind not in ("eagle", "lookup")) or not 0 <= temperature < math.inf:
             raise InputError(
-                f"method {text!r}: expected transformers, plain, auto, eagle or eagle:TREE, "
+                f"method {text!r}: expected transformers, plain, auto, lookup:N, eagle or eagle:TREE, "
                 "with @TEMPERATURE behind it if not 0"
             )
         if kind == "eagle":
-            TreeShape.parse(tree or "paper")
-        return MethodSpec(text, cast(Any, kind), (tree or "paper") if kind == "eagle" else None, temperature)
+            parse_tree(tree or "paper")
+        elif tree:
+            tree = f"lookup:{tree}"
+            parse_tree(tree)
+        return MethodSpec(text, cast(Any, kind), tree or ("paper" if kind == "eagle" else None), temperature)
 
 
 @dataclass
@@ -184,7 +187,7 @@ def run(
 
 
 def answer(
-    model: Model, text: str, spec: MethodSpec, *, max_new_tokens: int, seed: int, stock: Any = None
+    model: Model, text: Prompt, spec: MethodSpec, *, max_new_tokens: int, seed: int, stock: Any = None
 ) -> Answer:
     """One answer, timed from the token ids to the last token."""
     prompt = model.encode(text)

@@ -231,12 +231,14 @@ class DraftTree:
             the target's whole vocabulary [rows, V]. None when the tokens were chosen deterministically: each proposal
             then has probability one.
         row_of: For each node the row of `draft_probs`, or -1.
+        fixed: Nodes proposed with probability one among siblings that may have been drawn; they come behind these.
     """
 
     tokens: Tensor
     shape: TreeShape
     draft_probs: Tensor | None = None
     row_of: tuple[int, ...] = ()
+    fixed: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         if self.tokens.shape != (len(self.shape.parents),):
@@ -250,7 +252,8 @@ class DraftTree:
                     "the numbers must agree"
                 )
             for node, children in enumerate(self.shape.children):
-                if children and not 0 <= self.row_of[node] < len(self.draft_probs):
+                drawn = [child for child in children if child not in self.fixed]
+                if drawn and not 0 <= self.row_of[node] < len(self.draft_probs):
                     raise TreeError(f"tree: node {node} has children but no draft probabilities")
 
     @staticmethod
@@ -260,4 +263,5 @@ class DraftTree:
 
     def law_of_children(self, node: int) -> Tensor | None:
         """float32 [V]: what the first child of `node` was drawn from, or None for deterministic proposals."""
-        return None if self.draft_probs is None else self.draft_probs[self.row_of[node]]
+        row = -1 if self.draft_probs is None else self.row_of[node]
+        return None if self.draft_probs is None or row < 0 else self.draft_probs[row]

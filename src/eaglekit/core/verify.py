@@ -118,6 +118,8 @@ def verify_sampling(tree: DraftTree, law_at: Callable[[int], Tensor], source: Ra
         accepted = None
         for child in tree.shape.children[node]:
             token = drafts[child]
+            if child in tree.fixed:
+                q = None
             q_token = 1.0 if q is None else q[token].item()
             if source.accept(p[token].item() / q_token):
                 accepted = child

@@ -18,24 +18,31 @@ from dataclasses import dataclass
 
 from eaglekit.core.tree import DraftTree, TreeShape
 from eaglekit.drafters.eagle import EagleDrafter, EagleState
+from eaglekit.drafters.prompt_lookup import GraftedState
 from eaglekit.engine.drafter import Context, Observed
 
 _FIRST = 3  # rounds that each arm gets before any is judged
 _MEMORY = 48  # rounds that an average looks back over
 _PROBE_EVERY = 48  # rounds between two probes
+_SAMPLED_LOOKUP = 6  # looked-up tokens in the trees of sampled requests
 _SAMPLED_ROUNDS = 8  # rounds of a sampled request before it is judged
 _SAMPLED_TOKENS = 1.5  # and tokens per round that it needs, about what a round of a short chain costs
 
 
-def default_arms() -> tuple[TreeShape | None, ...]:
-    """Plain decoding, short chains, a small tree and the paper's."""
+Plan = tuple[TreeShape, int]
+"""A tree of the head's, and how many looked-up tokens are grafted to it."""
+
+
+def default_arms() -> tuple[Plan | None, ...]:
+    """Plain decoding, lookup alone, short chains, a small tree and the paper's, all with lookup."""
     small = TreeShape.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 0, 0, 0)])
-    return None, TreeShape.chain(2), TreeShape.chain(4), small, TreeShape.paper()
+    root = TreeShape.root_only()
+    return None, (root, 8), (TreeShape.chain(2), 8), (TreeShape.chain(4), 8), (small, 8), (TreeShape.paper(), 8)
 
 
 @dataclass
 class _Arm:
-    shape: TreeShape | None
+    plan: Plan | None
     rounds: int = 0
     seconds: float = 0.0  # per round, averaged
     tokens: float = 0.0  # per round, averaged
@@ -53,8 +60,8 @@ class Clockwork:
         arms: The choices; the first is plain decoding.
     """
 
-    def __init__(self, arms: Sequence[TreeShape | None]) -> None:
-        self.arms = [_Arm(shape) for shape in arms]
+    def __init__(self, arms: Sequence[Plan | None]) -> None:
+        self.arms = [_Arm(plan) for plan in arms]
         self._rounds = 0
 
     def pick(self) -> int:
@@ -94,9 +101,7 @@ class AutoDrafter:
 
     layers: tuple[int, ...] = ()
 
-    def __init__(
-        self, eagle: EagleDrafter, clockwork: Clockwork, now: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, eagle: EagleDrafter, clockwork: Clockwork, now: Callable[[], float] = time.perf_counter) -> None:
         self.eagle = eagle
         self.clockwork = clockwork
         self.now = now
@@ -104,8 +109,8 @@ class AutoDrafter:
     @property
     def max_draft_tokens(self) -> int:
         """Drafts in the largest of its trees."""
-        shapes = [arm.shape for arm in self.clockwork.arms if arm.shape is not None]
-        return max(shape.num_draft_tokens for shape in [self.eagle.shape, *shapes])
+        plans = [arm.plan for arm in self.clockwork.arms if arm.plan is not None]
+        return max(shape.num_draft_tokens + lookup for shape, lookup in [(self.eagle.shape, _SAMPLED_LOOKUP), *plans])
 
     def open(self, batch: int, max_length: int) -> AutoState:
         """A state for `batch` rows of at most `max_length` tokens."""
@@ -118,6 +123,7 @@ class AutoState:
     def __init__(self, drafter: AutoDrafter, batch: int, max_length: int) -> None:
         self._drafter = drafter
         self._eagle = EagleState(drafter.eagle, batch, max_length)
+        self._lookup = GraftedState(self._eagle, batch, _SAMPLED_LOOKUP)
         self._round: tuple[int, float] | None = None  # its arm, and when it began
         self._sampled: list[int] | None = None  # rounds and tokens of a sampled request
 
@@ -128,13 +134,15 @@ class AutoState:
             rounds, tokens = self._sampled = self._sampled or [0, 0]
             if rounds >= _SAMPLED_ROUNDS and tokens < _SAMPLED_TOKENS * rounds:
                 return _roots(contexts)
-            return self._eagle.propose(contexts)
+            return self._lookup.propose(contexts)
         if min(context.max_depth for context in contexts) < 2:  # too near the end to tell anything
-            return self._eagle.propose(contexts)
+            return self._lookup.propose(contexts)
         arm = drafter.clockwork.pick()
         self._round = arm, drafter.now()
-        shape = drafter.clockwork.arms[arm].shape
-        return _roots(contexts) if shape is None else self._eagle.propose(contexts, shape)
+        plan = drafter.clockwork.arms[arm].plan
+        if plan is None:
+            return _roots(contexts)
+        return self._lookup.graft(self._eagle.propose(contexts, plan[0]), contexts, plan[1])
 
     def commit(self, observed: Sequence[Observed]) -> None:
         """See `DrafterState.commit`."""
@@ -151,7 +159,7 @@ class AutoState:
     def truncate(self, lengths: Sequence[int]) -> None:
         """See `DrafterState.truncate`; a new request begins."""
         self._round = self._sampled = None
-        self._eagle.truncate(lengths)
+        self._lookup.truncate(lengths)
 
     def committed(self, row: int = 0) -> list[object]:
         """See `EagleState.committed`."""

@@ -157,7 +157,7 @@ class _Grower:
         """Choose the children of `nodes` from the head's logits [B, n, Vd] behind them."""
         known = len(self._law_row)
         self._law_row.update({n: known + i for i, n in enumerate(nodes)})
-        drafter, vocab = self.drafter, self.drafter.head.draft_vocab
+        vocab = self.drafter.head.draft_vocab
         widest = max(len(self.shape.children[n]) for n in nodes)
         for row, context in enumerate(self.contexts):
             if self.shape.depths[nodes[0]] >= context.max_depth:

@@ -277,19 +277,20 @@ class PackedState:
         counts = [len(tokens) for _, tokens, _ in given]
         self._check_room(counts, [row for row, _, _ in given])
         plans = [chain(row, self.lengths[row], count) for (row, _, _), count in zip(given, counts, strict=True)]
-        for (row, _, _), count in zip(given, counts, strict=True):
-            self.lengths[row] += count
         if len(pairs) == 1:
-            features, logits = self._run(given[0][1], given[0][2], plans[0], 1)
+            _, tokens, features = given[0]
+            features, logits = self._run(tokens, features, plans[0], 1)
+            self.lengths[0] += counts[0]
             return Drafted(features[None, -1:], logits[None])
-        tokens, features = (torch.cat([pair[i] for pair in given]) for i in (1, 2))
+        tokens, features = torch.cat([t for _, t, _ in given]), torch.cat([f for _, _, f in given])
         features, logits = self._run(tokens, features, join(plans), len(tokens))
-        ends = (np.cumsum(counts) - 1).tolist()
+        rows, ends = [row for row, _, _ in given], (np.cumsum(counts) - 1).tolist()
         last = Drafted(
             features.new_zeros(len(pairs), 1, features.shape[1]), logits.new_zeros(len(pairs), 1, logits.shape[1])
         )
-        rows = [row for row, _, _ in given]
         last.features[rows, 0], last.logits[rows, 0] = features[ends], logits[ends]
+        for row, count in zip(rows, counts, strict=True):
+            self.lengths[row] += count
         return last
 
     def read_drafts(self, level: Level, tokens: Tensor, features: Tensor) -> Drafted:

@@ -128,12 +128,14 @@ class FastTarget:
         )
         tables = RotaryTables(*_rope(config, self._stack_shape.dim))
         self.stack = self.backend.stack(self._stack_shape, layers, weights, tables)
-        self._norm = _checked(weight, "model.norm.weight", (config.hidden_size,)).float().contiguous()
+        # Copied: a view would keep a whole mapped file in memory.
+        self._norm = _checked(weight, "model.norm.weight", (config.hidden_size,)).float().clone()
         table = _checked(weight, "model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self.embedding = table.to(torch.float32 if weights == "fp32" else torch.float16)
         tied = "lm_head.weight" not in names or bool(getattr(config, "tie_word_embeddings", False))
-        self._output = lambda: table if tied else _checked(weight, "lm_head.weight", tuple(table.shape))
-        self._head = Readout(self.backend.matrix(self._output(), weights))
+        head = table if tied else _checked(weight, "lm_head.weight", tuple(table.shape))
+        self._head = Readout(self.backend.matrix(head, weights))
+        self._output = self.embedding if tied else head  # rows of it are asked for by drafting
         self.planner = Planner()
         self._info = TargetInfo(
             name=name or config.model_type,
@@ -189,7 +191,7 @@ class FastTarget:
 
         It serves drafting: float32 matrices are kept as float16 there, which is half as much to read.
         """
-        return Readout(self.backend.matrix(self._output()[ids], "fp16" if self.weights == "fp32" else self.weights))
+        return Readout(self.backend.matrix(self._output[ids], "fp16" if self.weights == "fp32" else self.weights))
 
     def forward(
         self, tokens: Tensor, plan: Plan, caches: Caches, layers: Sequence[int] = ()
@@ -435,7 +437,9 @@ def _layer(prefix: str, weight: Callable[[str], Tensor], names: set[str], shape:
     return LayerWeights(
         input_norm=need("input_layernorm.weight", hidden),
         qkv=torch.cat([need(f"self_attn.{n}_proj.weight", width, hidden) for n, width in widths.items()]),
-        qkv_bias=torch.cat([need(f"self_attn.{n}_proj.bias", width) for n, width in widths.items()]) if biased else None,
+        qkv_bias=torch.cat([need(f"self_attn.{n}_proj.bias", width) for n, width in widths.items()])
+        if biased
+        else None,
         head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
         out=need("self_attn.o_proj.weight", hidden, widths["q"]),
         mlp_norm=need("post_attention_layernorm.weight", hidden),
@@ -449,7 +453,7 @@ def _rope(config: Any, dim: int) -> tuple[Tensor, float]:
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        theta = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+        theta: Any = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
         return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -8,20 +8,22 @@ are not shown; its settings are as before afterwards.
 from __future__ import annotations
 
 import logging as stdlib_logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from eaglekit.errors import EaglekitError, InputError, TargetError
 from eaglekit.models.fast import FastTarget, fast_target, why_not_fast
-from eaglekit.models.hf import HFTarget
 from eaglekit.models.native import native
 from eaglekit.models.packed import pack_linears
 from eaglekit.models.stack import WEIGHTS, Weights
 from eaglekit.models.support import one_line, refuse_unsupported, unsupported
+
+if TYPE_CHECKING:
+    from eaglekit.models.hf import HFTarget
 
 
 def load_target(
@@ -68,33 +70,65 @@ def load_target(
 
 def _load_fast(folder: Path, weights: Weights) -> tuple[FastTarget, Any] | None:
     """A `FastTarget` from the safetensors files of `folder`, one tensor at a time; None where that cannot be."""
-    from safetensors import SafetensorError, safe_open
+    import safetensors
 
     source = str(folder)
     config = _read_config(source)
     if why_not_fast(config):
         return None
     try:
-        files = [safe_open(file, "pt") for file in sorted(folder.glob("*.safetensors"))]  # type: ignore[no-untyped-call]
-        where = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-        names = [name for name in where if not name.endswith("rotary_emb.inv_freq")]
+        reader = _TensorReader(sorted(folder.glob("*.safetensors")))
+        names = [name for name in reader.names if not name.endswith("rotary_emb.inv_freq")]
         if not names:
             return None
-        read: set[str] = set()
-
-        def tensor(name: str) -> torch.Tensor:
-            read.add(name)
-            found: torch.Tensor = where[name].get_tensor(name)
-            return found
-
         target = FastTarget(
-            config, tensor, names, weights=weights, name=source, generation=_generation_config(folder, config)
+            config, reader.tensor, names, weights=weights, name=source, generation=_generation_config(folder, config)
         )
-    except (KeyError, SafetensorError):  # the stock loader says what is wrong
+    except (KeyError, safetensors.SafetensorError):  # the stock loader says what is wrong
         return None
-    target.note_unused(sorted(set(names) - read))
+    target.note_unused(sorted(set(names) - reader.read))
     with _quiet():
         return target, _load_tokenizer(source)
+
+
+class _TensorReader:
+    """Tensors of safetensors files, one by one. Files are mapped anew now and then: what was read leaves memory.
+
+    Args:
+        files: Of one checkpoint.
+
+    Raises:
+        safetensors.SafetensorError: one of them is not such a file.
+    """
+
+    _SOME = 16 << 20  # bytes read from one mapping
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        import safetensors
+
+        self._open: Any = safetensors.safe_open
+        self._where: dict[str, Path] = {}
+        for file in files:
+            opened: Any = self._open(file, "pt")
+            self._where.update(dict.fromkeys(opened.keys(), file))
+        self._mapped: tuple[Path, Any] | None = None
+        self._bytes = 0
+        self.names = list(self._where)
+        self.read: set[str] = set()
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor.
+
+        Raises:
+            KeyError: there is none of that name.
+        """
+        file = self._where[name]
+        if self._mapped is None or self._mapped[0] != file or self._bytes > self._SOME:
+            self._mapped, self._bytes = (file, self._open(file, "pt")), 0
+        found: torch.Tensor = self._mapped[1].get_tensor(name)
+        self._bytes += found.nbytes
+        self.read.add(name)
+        return found
 
 
 def _generation_config(folder: Path, config: Any) -> Any:
@@ -136,6 +170,8 @@ def load_hf(path_or_id: str | Path, *, device: str = "auto", dtype: str | torch.
     """
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from eaglekit.models.hf import HFTarget
 
     where = _pick_device(device)
     kind = _pick_dtype(dtype, where)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from eaglekit.core.tree import TreeShape
 from eaglekit.errors import EaglekitError, InputError
 from eaglekit.models.portable import PortableBackend
 from eaglekit.models.stack import (
@@ -31,8 +34,8 @@ from eaglekit.models.stack import (
     Backend,
     Caches,
     LayerWeights,
-    Planner,
     Plan,
+    Planner,
     RotaryTables,
     StackShape,
     Weights,
@@ -41,7 +44,6 @@ from eaglekit.models.stack import (
     quantize,
 )
 from eaglekit.models.store import cache_dir
-from eaglekit.core.tree import TreeShape
 
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-w")
 _PANEL = 32
@@ -95,19 +97,20 @@ class NativeMatrix:
         self.shape, self._library = (count, width), library
         self._kept: list[Tensor] = []
         padded = -(-count // _PANEL) * _PANEL
-        scale = sums = None
-        if weights == "int8":
-            values, outputs = quantize(weight.float())
-            scale, sums = torch.zeros(padded), torch.zeros(padded, dtype=torch.int32)
-            scale[:count], sums[:count] = outputs, 128 * values.sum(1, dtype=torch.int32)
-            parts, group = values, 4
-        else:
-            parts, group = weight.to(torch.float32 if weights == "fp32" else torch.float16), 1
-        # A NumPy array: from 4 MB on it asks the system for huge pages, which reading weights is a tenth faster with.
-        panels = torch.from_numpy(np.empty((padded // _PANEL, width // group, _PANEL, group), _numpy(parts.dtype)))
-        for start in range(0, padded, _PANEL * 64):  # a part at a time: no second copy of a large matrix
-            part = parts[start : start + _PANEL * 64]
+        dtype, group = {
+            "fp32": (torch.float32, 1), "fp16": (torch.float16, 1), "int8": (torch.int8, 4)
+        }[weights]  # fmt: skip
+        panels = _memory.take((padded // _PANEL, width // group, _PANEL, group), dtype)
+        scale = torch.zeros(padded) if self.quantized else None
+        sums = torch.zeros(padded, dtype=torch.int32) if self.quantized else None
+        for start in range(0, count, _PANEL * 32):  # a part at a time: no second copy of a large matrix
+            part = weight[start : start + _PANEL * 32]
+            if scale is not None and sums is not None:
+                part, outputs = quantize(part.float())
+                scale[start : start + len(part)] = outputs
+                sums[start : start + len(part)] = 128 * part.sum(1, dtype=torch.int32)
             short = -len(part) % _PANEL
+            part = part.to(dtype)
             part = torch.cat((part, part.new_zeros(short, width))) if short else part
             split = part.view(-1, _PANEL, width // group, group).transpose(1, 2)
             panels[start // _PANEL : start // _PANEL + len(split)] = split
@@ -132,8 +135,37 @@ class NativeMatrix:
         return out
 
 
-def _numpy(dtype: torch.dtype) -> Any:
-    return {torch.float32: np.float32, torch.float16: np.float16, torch.int8: np.int8}[dtype]
+class _Memory:
+    """Memory for weights, in chunks that the system backs with huge pages: a pass reads all of it.
+
+    NumPy asks for huge pages from 4 MB on; most matrices are smaller. A chunk is given back when nothing of it is used.
+    """
+
+    _CHUNK = 64 << 20
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._rest = np.empty(0, dtype=np.uint8)
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor that is not initialised, at a multiple of 64 bytes."""
+        size = -(-math.prod(shape) * dtype.itemsize // 64) * 64
+        with self._lock:
+            if size > len(self._rest):
+                if size >= self._CHUNK // 4:  # a chunk of its own
+                    return self._aligned(size)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+                self._rest = self._aligned(self._CHUNK).numpy()
+            part, self._rest = self._rest[:size], self._rest[size:]
+        return torch.from_numpy(part)[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+    @staticmethod
+    def _aligned(size: int) -> Tensor:
+        raw = np.empty(size + 64, dtype=np.uint8)
+        start = -raw.ctypes.data % 64
+        return torch.from_numpy(raw[start : start + size])
+
+
+_memory = _Memory()
 
 
 class NativeStack:
@@ -243,8 +275,8 @@ class NativeHead:
         quantized = torch.empty(inputs.shape, dtype=torch.uint8) if self.fc.quantized else None
         scale = torch.empty(len(inputs)) if self.fc.quantized else None
         self.stack._library.ek_draft(
-            *self.pointers, ctypes.addressof(given), inputs.data_ptr(), 0 if quantized is None else quantized.data_ptr(),
-            0 if scale is None else scale.data_ptr(), count, logits.data_ptr(),
+            *self.pointers, ctypes.addressof(given), inputs.data_ptr(),
+            0 if quantized is None else quantized.data_ptr(), 0 if scale is None else scale.data_ptr(), count, logits.data_ptr(),
         )  # fmt: skip
         return x, logits
 
@@ -312,8 +344,8 @@ class NativeGrower:
         self._inputs = torch.empty(widest, head.fc.shape[1])
         self._inputs_q = torch.empty(widest, head.fc.shape[1], dtype=torch.uint8)
         self._scale = torch.empty(widest)
-        zeros = [np.zeros(widest, dtype=np.int32) for _ in range(4)]
-        self._plan = Plan(*zeros, np.zeros(widest + 1, dtype=np.int32), self._seen)
+        row, slot, position, prefix = (np.zeros(widest, dtype=np.int32) for _ in range(4))
+        self._plan = Plan(row, slot, position, prefix, np.zeros(widest + 1, dtype=np.int32), self._seen)
 
     def grow(self, root: int, feature: Tensor, logits: Tensor, caches: Caches, length: int) -> Tensor:
         """Tokens of all nodes, int64 [nodes].
@@ -478,7 +510,7 @@ def _proven(backend: NativeBackend) -> bool:
     shape = StackShape(hidden=64, inner=96, heads=4, kv=2, dim=32, activation="silu", eps=1e-6)
 
     def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=random) / size[-1] ** 0.5
+        return torch.randn(size, generator=random).div_(size[-1] ** 0.5)
 
     layers = [
         LayerWeights(

@@ -1,9 +1,9 @@
 """Decoder layers for CPUs: what is computed, said once for all backends.
 
 A pass has no padding: the tokens of all rows stand one after the other, T in all, and a `Plan` says where each belongs
-and what it sees. Backends (`models/native.py`, compiled; `models/portable.py`, PyTorch operators) promise that a token's
-result does not depend on the other tokens of its pass, on where in the caches its keys lie, or on the row: a token read
-as a node of a tree equals the same token read alone. `native` promises it bit for bit.
+and what it sees. Backends (`models/native.py`, compiled; `models/portable.py`, PyTorch operators) promise that a
+token's result does not depend on the other tokens of its pass, on where in the caches its keys lie, or on the row: a
+token read as a node of a tree equals the same token read alone. `native` promises it bit for bit.
 
 Formats of matrices (`Weights`): fp32; fp16, with float32 activations; int8, with a scale per output, and activations
 rounded to int8 with a scale per token (its largest magnitude is 127), so that sums are whole numbers.
@@ -195,9 +195,7 @@ class Backend(Protocol):
         """
         ...
 
-    def stack(
-        self, shape: StackShape, layers: Iterable[LayerWeights], weights: Weights, tables: RotaryTables
-    ) -> Stack:
+    def stack(self, shape: StackShape, layers: Iterable[LayerWeights], weights: Weights, tables: RotaryTables) -> Stack:
         """`layers` packed, one at a time.
 
         Raises:
@@ -210,7 +208,7 @@ class Backend(Protocol):
         ...
 
     def move(self, caches: Caches, row: int, sources: Sequence[int], target: int) -> None:
-        """Copy a row's slots `sources`, ascending, none below its place, to `target`, `target` + 1, …"""
+        """Copy a row's slots `sources`, ascending, none below its place, to the slots from `target` on."""
         ...
 
 
@@ -221,7 +219,7 @@ def check_weights(weights: str) -> None:
 
 
 def quantize(x: Tensor, levels: int = 127) -> tuple[Tensor, Tensor]:
-    """x float32 [..., width] as int8 within ± `levels`, and the scale [...] of each row."""
+    """X float32 [..., width] as int8 within ± `levels`, and the scale [...] of each row."""
     top = x.abs().amax(-1, keepdim=True)
     values = (x * torch.where(top > 0, levels / top, 0.0)).round_().to(torch.int8)
     return values, top[..., 0] / levels
@@ -240,9 +238,10 @@ class _Shape:
     def of(shape: TreeShape) -> _Shape:
         paths = [shape.path(node) for node in range(len(shape.parents))]
         ends = np.cumsum([0, *map(len, paths)])
-        numbers = (shape.depths, ends, [node for path in paths for node in path])
+        flat = [node for path in paths for node in path]
+        depths, path, seen = (np.asarray(n, dtype=np.int32) for n in (shape.depths, ends, flat))
         chain = shape.parents == tuple(range(-1, len(shape.parents) - 1))
-        return _Shape(*(np.asarray(n, dtype=np.int32) for n in numbers), chain)
+        return _Shape(depths, path, seen, chain)
 
 
 class Planner:

@@ -119,8 +119,8 @@ def read_training_text(
     found.dropped = +found.dropped
     if not found.prompts and not found.given:
         raise DataError(
-            f"{', '.join(map(str, files))}: nothing to train on; {found.summary(max_tokens)}{refusal}; expected prompts, "
-            "dialogues or texts"
+            f"{', '.join(map(str, files))}: nothing to train on; {found.summary(max_tokens)}{refusal}; "
+            "expected prompts, dialogues or texts"
         )
     return found
 

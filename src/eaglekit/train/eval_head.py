@@ -93,12 +93,14 @@ def eval_head(
     """
     info = target.info
     if not prompts or max_new_tokens < 1:
-        raise InputError(f"eval-head: got {len(prompts)} prompts, {max_new_tokens} new tokens; expected at least 1 each")
+        raise InputError(
+            f"eval-head: got {len(prompts)} prompts, {max_new_tokens} new tokens; expected at least 1 each"
+        )
     for place, prompt in enumerate(prompts, 1):
         if not 1 <= len(prompt) <= info.max_length - 2:
             raise InputError(
-                f"eval-head: prompt {place} has {len(prompt)} tokens; expected 1 to {info.max_length - 2}, the context of "
-                f"{info.name} less two; leave it out"
+                f"eval-head: prompt {place} has {len(prompt)} tokens; expected 1 to {info.max_length - 2}, the context "
+                f"of {info.name} less two; leave it out"
             )
     readout, embedding = read_readout(target, progress), read_embedding(target)
     ends = frozenset(target.defaults(tokenizer).eos_ids)

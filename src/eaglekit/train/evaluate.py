@@ -86,6 +86,8 @@ class Tally:
         """Draft at every position of an example."""
         ids, features, start = example
         head, device, length = self._head, self._embedding.device, len(ids) - 2
+        if start - 1 >= length:
+            return  # an answer of one token: no round begins
         mode = head.training
         head.eval()
         inputs = self._embedding[ids[1:-1].to(device)], features[:length].to(device)

@@ -26,7 +26,6 @@ from eaglekit.models.fast import fast_target, why_not_fast
 from eaglekit.models.rows import FastRows
 from eaglekit.train.dataset import Dialogue, drop_torn_line
 
-
 _READ_SLOTS = 16
 
 

@@ -1,12 +1,12 @@
 """Rows of training files: which form a row has is seen by looking at its keys.
 
-Contract: a file is JSON lines, gzipped when its name ends in `.gz`, or parquet when it ends in `.parquet`. A row has one
-of these keys, the first of them that is there counts, and other keys are ignored:
+Contract: a file is JSON lines, gzipped when its name ends in `.gz`, or parquet when it ends in `.parquet`. A row has
+one of these keys, the first of them that is there counts, and other keys are ignored:
 
-    turns          ["user text", ...]                                prompts; the first one alone is used
-    messages       [{"role": "user", "content": "..."}, ...]         a dialogue, or a prompt if nothing is answered in it
+    turns          ["user text", ...]                          prompts; the first one alone is used
+    messages       [{"role": "user", "content": "..."}, ...]   a dialogue, or a prompt if nothing is answered in it
     conversations  the same, or [{"from": "human", "value": "..."}, ...] (ShareGPT: human, gpt, system)
-    text           "..."                                             plain text
+    text           "..."                                       plain text
 
 Whatever is wrong is a `DataError` that names the file and the line (of a parquet file the row, from 1).
 
@@ -68,8 +68,8 @@ def _parsed(row: dict[str, Any], where: str) -> Row:
     if text is not None:
         raise DataError(f"{where}: expected 'text' to be a text that is not empty; got {_shown(text)}")
     raise DataError(
-        f"{where}: expected one of 'turns': [\"...\"], 'messages': [{{\"role\": \"user\", \"content\": \"...\"}}, ...], "
-        f"'conversations' of that kind or with from and value, and 'text': \"...\"; got keys {sorted(row)}"
+        f'{where}: expected one of "turns": ["..."], "messages": [{{"role": "user", "content": "..."}}, ...], '
+        f'"conversations" of that kind or with from and value, and "text": "..."; got keys {sorted(row)}'
     )
 
 

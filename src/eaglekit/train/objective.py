@@ -129,7 +129,8 @@ def _attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
     ).view(batch, kv, groups, length, total)
 
     def shifted(x: Tensor, r: int) -> Tensor:  # [B, kv, 1, M, D]: at j, step r's row of j - s + r
-        return F.pad(x[:, :, : length - (s - r)], (0, 0, s - r, 0))[:, :, None]
+        back = min(s - r, length)
+        return F.pad(x[:, :, : length - back], (0, 0, back, 0))[:, :, None]
 
     own = [(q * shifted(keys[r], r)).sum(-1, keepdim=True) for r in range(1, s + 1)]
     weights = torch.softmax(torch.cat((true, *own), -1), -1)

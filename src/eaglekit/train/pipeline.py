@@ -31,9 +31,10 @@ from eaglekit.models.hf import HFTarget
 from eaglekit.train.dataset import Dialogue, TrainingText, read_training_text
 from eaglekit.train.features import FeatureStore, FeatureWriter, extract
 from eaglekit.train.options import SelfTalkOptions, SynthesisOptions, TrainOptions
-from eaglekit.train.self_talk import read_tries, self_talk
+from eaglekit.train.self_talk import self_talk
 from eaglekit.train.synthesize import plan_batches, read_dialogues, synthesize
 from eaglekit.train.trainer import TrainResult, train
+from eaglekit.train.tries import read_tries
 
 
 def train_head(
@@ -128,7 +129,7 @@ def train_head(
             most = answers if text.prompts or answers is not None else options.heldout
             wanted = _answer(target, tokenizer, prompts, folder / "answers.jsonl", writer, synthesis, most, progress)
         else:
-            wanted = _talk(target, tokenizer, answers or 1, folder / "talks.jsonl", writer, synthesis, talk, progress)
+            wanted = _talk(target, tokenizer, answers or 0, folder / "talks.jsonl", writer, synthesis, talk, progress)
         random.Random(options.seed).shuffle(given)
         total = 0
         for dialogue in given:

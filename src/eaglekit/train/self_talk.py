@@ -14,12 +14,8 @@ what it puts behind; a shingle is a run of words, by which dialogues are compare
 
 from __future__ import annotations
 
-import json
-import re
-import zlib
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,63 +23,13 @@ import torch
 from torch import Tensor
 
 from eaglekit.errors import DataError, InputError
-from eaglekit.jsonl import read_lines
 from eaglekit.train.dataset import Dialogue, RefusedError, drop_torn_line, encode_prompt, find_spans, render_text
 from eaglekit.train.forms import Message
 from eaglekit.train.generate import Finished, Job, generate, is_fast
 from eaglekit.train.options import SelfTalkOptions, SynthesisOptions
+from eaglekit.train.tries import Report, Seen, Try, read_tries
 
 _PLACE = "EAGLEKIT-USER-TEXT"  # stands where a user's text goes; never read by a model
-
-
-@dataclass(frozen=True)
-class Try:
-    """A line of the file.
-
-    Attributes:
-        number: From 0, in order.
-        dialogue: What came out, or None.
-        messages: The same as text.
-        dropped: Why there is no dialogue; empty if there is one.
-        shortened: Why it has fewer turns than were asked for; empty if it has as many.
-    """
-
-    number: int
-    dialogue: Dialogue | None
-    messages: list[Message]
-    dropped: str = ""
-    shortened: str = ""
-
-
-@dataclass
-class Report:
-    """What the tries so far gave, earlier runs included."""
-
-    tries: int = 0
-    kept: int = 0
-    turns: int = 0
-    tokens: int = 0
-    dropped: Counter[str] = field(default_factory=Counter)
-    shortened: int = 0
-
-    def count(self, done: Try) -> None:
-        """Add a try."""
-        self.tries += 1
-        if done.dialogue is None:
-            self.dropped[done.dropped] += 1
-            return
-        self.kept += 1
-        self.turns += len(done.dialogue.spans)
-        self.tokens += sum(end - start for start, end in done.dialogue.spans)
-        self.shortened += bool(done.shortened)
-
-    def summary(self) -> str:
-        """All counts in a line."""
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.dropped.items()))
-        return (
-            f"self-talk: {self.kept} dialogues, {self.turns} answers of {self.tokens} tokens, from {self.tries} tries; "
-            f"{self.dropped.total()} dropped{f' ({reasons})' if reasons else ''}, {self.shortened} shortened"
-        )
 
 
 def self_talk(
@@ -112,7 +58,7 @@ def self_talk(
         synthesis: Of the answers: length, temperatures (in turn), batches, seed.
         options: See `SelfTalkOptions`.
         max_length: The target's context.
-        on_progress: Called now and then.
+        on_progress: Called when there are more dialogues, but for the last ones.
         on_features: Called with each new dialogue and its features [n - 1, H], once it is in the file, by the fast path
             only.
 
@@ -123,7 +69,7 @@ def self_talk(
     stage = _Stage(tokenizer, frozenset(eos_ids), synthesis, options, min(options.max_tokens, max_length))
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_torn_line(path)
-    report, seen = Report(), _Seen(options)
+    report, seen = Report(), Seen(options)
     for done in read_tries(path) if path.exists() else ():
         report.count(done)
         if done.dialogue is not None:
@@ -132,18 +78,18 @@ def self_talk(
     fast, wave = is_fast(model), synthesis.batch_size
     room = max(1, 2 * wave * (synthesis.max_prompt_tokens + synthesis.max_new_tokens) // stage.limit)
     number = report.tries if fast else report.tries // wave * wave
+    queue: deque[Job] = deque()
+    talks: dict[int, _Talk] = {}  # by number, like those that have ended and wait for their turn in the file
+    ended: dict[int, _Talk] = {}
+
+    def start(some: int) -> None:
+        nonlocal number
+        for _ in range(some):
+            talks[number] = _Talk(number, stage)
+            queue.append(talks[number].ask())
+            number += 1
+
     while report.kept < count:
-        queue: deque[Job] = deque()
-        talks: dict[int, _Talk] = {}
-        ended: dict[int, _Talk] = {}
-
-        def start(some: int, queue: deque[Job] = queue, talks: dict[int, _Talk] = talks) -> None:
-            nonlocal number
-            for _ in range(some):
-                talks[number] = _Talk(number, stage)
-                queue.append(talks[number].ask())
-                number += 1
-
         start(min(room, count - report.kept) if fast else wave)
         groups = generate(
             model,
@@ -161,14 +107,17 @@ def self_talk(
                     queue.append(job)
                 else:
                     ended[talk.number] = talks.pop(talk.number)
+            before = report.kept
             _write(path, ended, seen, report, count, on_features)
             if report.kept == count:
                 break
             if report.tries >= 64 + 20 * count:
-                raise DataError(f"{report.summary()}; this target hardly talks by itself: give it text with --data FILE")
+                raise DataError(
+                    f"{report.summary()}; this target hardly talks by itself: give it text with --data FILE"
+                )
             if fast:
                 start(min(room - len(talks), count - report.kept - len(talks) - len(ended)))
-            if on_progress is not None:
+            if on_progress is not None and report.kept > before:
                 on_progress(report)
     return report
 
@@ -176,7 +125,7 @@ def self_talk(
 def _write(
     path: Path,
     ended: dict[int, _Talk],
-    seen: _Seen,
+    seen: Seen,
     report: Report,
     count: int,
     on_features: Callable[[Dialogue, Tensor], None] | None,
@@ -190,7 +139,7 @@ def _write(
         if done.dialogue is not None and not seen.add(done.messages):
             done = Try(done.number, None, [], "near duplicates")
         with path.open("a", encoding="utf-8") as f:
-            f.write(json.dumps(_line(done), ensure_ascii=False, separators=(",", ":")) + "\n")
+            f.write(done.to_line() + "\n")
         report.count(done)
         if done.dialogue is not None and talk.features is not None and on_features is not None:
             on_features(done.dialogue, talk.features)
@@ -266,7 +215,7 @@ class _Talk:
         try:
             return self._after_user(finished) if len(self.messages) % 2 == 0 else self._after_answer(finished)
         except RefusedError:
-            return self._fail("refused by the chat template")
+            return self._end("refused by the chat template")
 
     def _after_user(self, finished: Finished) -> Job | None:
         ids = finished.answer
@@ -274,24 +223,24 @@ class _Talk:
         text, closing, _ = self.stage.text(ids[:-1] if ends else ids, skip=False).partition(self.closing or "\0")
         text = text.strip()
         if self.stage.loops(ids):
-            return self._fail("loops")
+            return self._end("loops")
         if not ends and not closing:
-            return self._fail("unfinished")
+            return self._end("unfinished")
         if not any(c.isalnum() for c in text):
-            return self._fail("empty turns")
+            return self._end("empty turns")
         self.messages.append({"role": "user", "content": text})
         prompt = encode_prompt(self.stage.tokenizer, self.messages)
         if len(prompt) + 1 > self.stage.limit:
-            return self._fail("too long")
+            return self._end("too long")
         return self._job(prompt, self.temperature, self.stage.synthesis.max_new_tokens, self.stage.ends)
 
     def _after_answer(self, finished: Finished) -> Job | None:
         answer, prompt = finished.answer, list(finished.job.prompt)
         text = self.stage.text(answer).strip()
         if self.stage.loops(answer):
-            return self._fail("loops")
+            return self._end("loops")
         if not any(c.isalnum() for c in text):
-            return self._fail("empty turns")
+            return self._end("empty turns")
         ids = [*prompt, *answer]
         spans = [*find_spans(self.stage.tokenizer, self.messages, prompt, generate=True), (len(prompt), len(ids))]
         self.dialogue = Dialogue(ids, spans, self.temperature == 0)
@@ -301,65 +250,18 @@ class _Talk:
         if len(self.messages) == 2 * self.turns or answer[-1] not in finished.job.ends:
             return None
         if len(self.stage.header(self.messages)[0]) + 2 > self.stage.limit:
-            return self._fail("too long")
+            return self._end("too long")
         return self.ask()
 
-    def _fail(self, reason: str) -> None:
-        self.failure = reason
+    def _end(self, failure: str) -> Job | None:
+        """End here; a text of the user without an answer is left out."""
+        self.failure = failure
         if len(self.messages) % 2:
             self.messages.pop()
+        return None
 
     def result(self) -> Try:
         """What came out."""
         if self.dialogue is None:
             return Try(self.number, None, [], self.failure)
         return Try(self.number, self.dialogue, self.messages, shortened=self.failure)
-
-
-class _Seen:
-    """Shingles of the dialogues kept so far; one in four, chosen by their hash, stands for all."""
-
-    def __init__(self, options: SelfTalkOptions) -> None:
-        self.words, self.shared = options.shingle_words, options.shared
-        self.hashes: set[int] = set()
-
-    def add(self, messages: Sequence[Message]) -> bool:
-        """Keep a dialogue; False, and nothing kept, if it is a near duplicate."""
-        words = re.findall(r"\w+", " ".join(m["content"] for m in messages).lower())
-        runs = {" ".join(words[i : i + self.words]) for i in range(max(1, len(words) - self.words + 1))}
-        every = {zlib.crc32(run.encode("utf-8", "replace")) for run in runs}
-        hashes = {h for h in every if h % 4 == 0} or {min(every)}
-        if len(hashes & self.hashes) > self.shared * len(hashes):
-            return False
-        self.hashes |= hashes
-        return True
-
-
-def _line(done: Try) -> dict[str, Any]:
-    if done.dialogue is None:
-        return {"try": done.number, "dropped": done.dropped}
-    d = done.dialogue
-    line = {"try": done.number, "messages": done.messages, "ids": d.ids, "spans": d.spans, "greedy": d.greedy}
-    return {**line, "shortened": done.shortened} if done.shortened else line
-
-
-def read_tries(path: Path) -> Iterator[Try]:
-    """The tries of a file that `self_talk` wrote.
-
-    Raises:
-        DataError: see `read_lines`; or a line is no try, or not the next one.
-    """
-    for expected, (number, row) in enumerate(read_lines(path)):
-        try:
-            if row["try"] != expected:
-                raise ValueError(f"try {row['try']}, expected {expected}")
-            if "dropped" in row:
-                yield Try(expected, None, [], str(row["dropped"]))
-                continue
-            spans = [(int(a), int(b)) for a, b in row["spans"]]
-            messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in row["messages"]]
-            dialogue = Dialogue(list(map(int, row["ids"])), spans, bool(row["greedy"]))
-            done = Try(expected, dialogue, messages, shortened=str(row.get("shortened", "")))
-        except (ValueError, KeyError, TypeError) as e:
-            raise DataError(f"{path}:{number}: not a try of self-talk ({e}); delete the file and run again") from None
-        yield done

@@ -99,9 +99,7 @@ def synthesize(
     for finished in generate(
         model, queue, batch_size=options.batch_size, max_length=longest, pad_id=pad_id, features=kept
     ):
-        lines = [
-            {"prompt": list(f.job.prompt), "answer": f.answer, "temperature": f.job.temperature} for f in finished
-        ]
+        lines = [{"prompt": list(f.job.prompt), "answer": f.answer, "temperature": f.job.temperature} for f in finished]
         with path.open("a", encoding="utf-8") as file:
             file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
         count += len(finished)

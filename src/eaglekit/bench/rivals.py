@@ -1,0 +1,135 @@
+"""Other engines on the same GGUF file, for comparison; none is a dependency.
+
+Written against xllamacpp 2026.10.11549 (llama.cpp; its wheels for Linux are built for any x86-64 machine, without what
+`-march=native` would add; build it from source for its best) and openvino-genai 2026.4.1.
+
+Contract: a `Rival` makes exactly as many greedy tokens behind given token ids as it is asked for, past any end of text,
+on as many threads as it was made with, and keeps nothing from one prompt to the next. An engine that is not installed
+is left out; one that is installed and fails is an error.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from eaglekit.errors import InputError
+
+
+class Rival(Protocol):
+    """Another engine."""
+
+    name: str
+    version: str
+
+    def generate(self, ids: Sequence[int], count: int) -> int:
+        """Make `count` tokens behind `ids`.
+
+        Returns:
+            How many it made, by its own account.
+
+        Raises:
+            InputError: it made none, or said that something is wrong.
+        """
+        ...
+
+
+class LlamaCpp:
+    """llama.cpp, by xllamacpp, which also listens on a local port that nothing here uses.
+
+    Args:
+        gguf: The model.
+        threads: For prompt and answer.
+        context: Most tokens of a text.
+    """
+
+    name = "llama.cpp"
+
+    def __init__(self, gguf: Path, threads: int, context: int) -> None:
+        engine: Any = importlib.import_module("xllamacpp")
+        self.version = f"xllamacpp {engine.__version__}"
+        params = engine.CommonParams()
+        params.model.path = str(gguf)
+        params.n_ctx, params.n_parallel = context, 1
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+        params.verbosity = 0
+        self._server = engine.Server(params)
+
+    def generate(self, ids: Sequence[int], count: int) -> int:
+        """See `Rival`."""
+        request = {
+            "prompt": list(ids),
+            "max_tokens": count,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+            "stream": False,
+        }
+        answer = self._server.handle_completions(request)
+        if not isinstance(answer, dict) or "usage" not in answer:
+            raise InputError(f"llama.cpp: {str(answer)[:200]}; expected an answer with its usage")
+        if answer["usage"]["prompt_tokens"] != len(ids):
+            raise InputError(f"llama.cpp read {answer['usage']['prompt_tokens']} prompt tokens, expected {len(ids)}")
+        return int(answer["usage"]["completion_tokens"])
+
+
+class OpenVino:
+    """openvino-genai's `LLMPipeline`, which reads a GGUF file itself.
+
+    Args:
+        gguf: The model.
+        threads: Of inference.
+        context: Not used: its caches grow.
+    """
+
+    name = "openvino-genai"
+
+    def __init__(self, gguf: Path, threads: int, context: int) -> None:
+        self._genai: Any = importlib.import_module("openvino_genai")
+        self._core: Any = importlib.import_module("openvino")
+        self.version = f"openvino-genai {self._genai.__version__.split('-')[0]}"
+        self._pipeline = self._genai.LLMPipeline(str(gguf), "CPU", INFERENCE_NUM_THREADS=threads)
+
+    def generate(self, ids: Sequence[int], count: int) -> int:
+        """See `Rival`."""
+        config = self._genai.GenerationConfig()
+        config.max_new_tokens, config.do_sample, config.ignore_eos = count, False, True
+        answer = self._pipeline.generate(self._core.Tensor(np.asarray([list(ids)], dtype=np.int64)), config)
+        return len(answer.tokens[0])
+
+
+RIVALS: dict[str, Callable[[Path, int, int], Rival]] = {"xllamacpp": LlamaCpp, "openvino_genai": OpenVino}
+"""By the name of the module that must be there."""
+
+
+def installed() -> list[str]:
+    """Modules of the engines that can be imported."""
+    return [name for name in RIVALS if importlib.util.find_spec(name) is not None]
+
+
+@contextmanager
+def opened(gguf: Path, threads: int, context: int) -> Iterator[list[Rival]]:
+    """All installed engines, loaded.
+
+    Raises:
+        InputError: none is installed, or one cannot load the file.
+    """
+    names = installed()
+    if not names:
+        raise InputError("rivals: none is installed; pip install xllamacpp openvino-genai, or leave --rivals out")
+    rivals: list[Rival] = []
+    for name in names:
+        try:
+            rivals.append(RIVALS[name](gguf, threads, context))
+        except (RuntimeError, ValueError, ImportError, AttributeError) as e:
+            raise InputError(f"rivals: {name} cannot load {gguf.name}: {' '.join(str(e).split())[:200]}") from e
+    try:
+        yield rivals
+    finally:
+        rivals.clear()
