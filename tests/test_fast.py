@@ -34,7 +34,7 @@ from eaglekit.models.load import load_hf, load_target
 from eaglekit.models.native import NativeMatrix, default_backend, native, why_not
 from eaglekit.models.packed import PackedLinear, pack_linears
 from eaglekit.models.portable import PortableBackend
-from eaglekit.models.stack import Caches, Planner, RotaryTables, StackShape, Weights, chain, join, quantize
+from eaglekit.models.stack import Caches, Planner, RotaryTables, StackShape, Weights, block_of, chain, join, quantize
 from fast_models import (
     BUSHY,
     CONTEXT,
@@ -184,9 +184,11 @@ def test_products_are_those_of_the_format(outputs: int, inputs: int, backend: st
     assert (made.matrix(weight, "fp32")(x) - exact).abs().max() < 1e-6 * scale
     assert (made.matrix(weight, "fp16")(x) - rounded).abs().max() < 1e-6 * scale
     levels = portable_module._levels() if backend == "portable" else 127
-    (q, q_scale), (w, w_scale) = quantize(x), quantize(weight, levels)
-    sums = (q.double() @ w.double().T) * q_scale.double()[:, None] * w_scale.double()
-    torch.testing.assert_close(made.matrix(weight, "int8")(x).double(), sums, rtol=1e-6, atol=0)
+    block = block_of(inputs)
+    (q, q_scale), (w, w_scale) = quantize(x.view(7, -1, block)), quantize(weight, levels)
+    parts = torch.einsum("tbk,nbk->tbn", q.double(), w.double().view(outputs, -1, block))
+    sums = (parts * q_scale.double()[..., None]).sum(1) * w_scale.double()
+    assert (made.matrix(weight, "int8")(x) - sums).abs().max() < 1e-6 * scale
 
 
 def test_formats_and_widths_that_cannot_be_packed_are_input_errors() -> None:
@@ -683,7 +685,6 @@ def edited(kind: str, folder: Path, edit: Callable[[Tensors], Tensors]) -> Path:
     return folder
 
 
-SILENT = pytest.mark.xfail(strict=True, reason="bug: the fast loader reads it without a word, see the stock loader")
 _INCOMPLETE: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
     "a matrix": ("llama", _without("layers.1.mlp.up_proj")),
     "the last norm": ("llama", _without("model.norm")),
@@ -691,8 +692,6 @@ _INCOMPLETE: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
     "another width": ("llama", _with(model__norm__weight=torch.ones(3))),
     "a bias of another width": ("qwen2", _with(model__layers__0__self_attn__k_proj__bias=torch.ones(3))),
     "k and v biases": ("qwen2", _without("k_proj.bias", "v_proj.bias")),
-}
-_SILENT: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
     "the output matrix": ("llama", _without("lm_head")),
     "all biases": ("qwen2", _without("proj.bias")),
     "a layer's bias": ("qwen2", _without("layers.1.self_attn.q_proj.bias")),
@@ -701,9 +700,10 @@ _SILENT: dict[str, tuple[str, Callable[[Tensors], Tensors]]] = {
 }
 
 
-@pytest.mark.parametrize("what", [*_INCOMPLETE, *(pytest.param(name, marks=SILENT) for name in _SILENT)])
+@pytest.mark.parametrize("what", _INCOMPLETE)
 def test_missing_or_misshapen_tensors_are_the_stock_loaders_error(what: str, tmp_path: Path) -> None:
-    folder = edited(*{**_INCOMPLETE, **_SILENT}[what][:1], tmp_path, {**_INCOMPLETE, **_SILENT}[what][1])
+    kind, change = _INCOMPLETE[what]
+    folder = edited(kind, tmp_path, change)
     with pytest.raises(TargetError) as wanted:
         load_hf(folder, device="cpu")
     with pytest.raises(TargetError) as got:
@@ -742,7 +742,6 @@ def test_rotary_frequencies_in_old_checkpoints_are_no_news(tmp_path: Path) -> No
     assert load_target(folder, device="cpu", weights="fp32")[0].notes == ()
 
 
-@pytest.mark.xfail(strict=True, reason="bug: a copy of a tied matrix is said to be unused; the stock loader is silent")
 def test_a_stored_copy_of_a_tied_matrix_is_no_news(tmp_path: Path) -> None:
     def copy(tensors: Tensors) -> Tensors:
         return {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
@@ -750,12 +749,10 @@ def test_a_stored_copy_of_a_tied_matrix_is_no_news(tmp_path: Path) -> None:
     loads_like_stock(edited("llama-tied", tmp_path, copy))
 
 
-@pytest.mark.xfail(strict=True, reason="bug: transformers uses a stored lm_head that differs")
 def test_a_stored_output_matrix_that_differs_is_used_though_the_configuration_ties(tmp_path: Path) -> None:
     loads_like_stock(edited("llama-tied", tmp_path, _with(lm_head__weight=torch.randn(VOCAB, 64, generator=seeded(0)))))
 
 
-@pytest.mark.xfail(strict=True, reason="bug: biases that the configuration does not have are added")
 def test_biases_that_the_configuration_does_not_have_are_not_used(tmp_path: Path) -> None:
     widths = {"q": 128, "k": 64, "v": 64}
     biases = {
@@ -764,7 +761,6 @@ def test_biases_that_the_configuration_does_not_have_are_not_used(tmp_path: Path
     loads_like_stock(edited("llama", tmp_path, _with(**biases)))
 
 
-@pytest.mark.xfail(strict=True, reason="bug: every *.safetensors file is read, the last one's tensors win")
 @pytest.mark.parametrize("prefix", ["", "consolidated."])
 def test_other_safetensors_files_in_the_directory_are_not_read(prefix: str, tmp_path: Path) -> None:
     new_model("llama").save_pretrained(tmp_path)
@@ -806,7 +802,8 @@ def test_both_backends_agree(kind: str, weights: Weights) -> None:
         outs.append(everything(state.forward_tree([tree])))
     # A norm that differs in its last bit may round an activation to the next of 255 levels: seldom, and that is seen.
     for a, b in zip(*outs, strict=True):
-        assert (a - b).abs().mean() < 1e-4 and (a - b).abs().max() < (1e-4 if weights != "int8" else 2e-2)
+        mean, most = (1e-2, 1e-1) if weights == "int8" else (1e-4, 1e-4)
+        assert (a - b).abs().mean() < mean and (a - b).abs().max() < most
 
 
 @EACH_FORMAT
@@ -861,7 +858,7 @@ def pretend_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str)
 def kept(folder: Path) -> list[str]:
     """Files that compiling left."""
     cache = folder / "cache" / "kernels"
-    return sorted(file.name for file in cache.iterdir()) if cache.exists() else []
+    return sorted(file.name for file in cache.glob("*") if file.suffix != ".sha256") if cache.exists() else []
 
 
 def test_where_there_is_a_compiler_there_are_kernels() -> None:
@@ -941,28 +938,25 @@ def test_a_cache_directory_that_cannot_be_written_is_a_reason(fresh: Path, monke
     assert "cache" in why_not()
 
 
-def _use_damaged_library(folder: Path, damage: Callable[[bytes], bytes]) -> subprocess.CompletedProcess[str]:
-    """A process of its own that meets a damaged library under the right name in the cache directory."""
-    cache = folder / "damaged"
-    (cache / "kernels").mkdir(parents=True)
-    library = native_module._compiled()
-    (cache / "kernels" / library.name).write_bytes(damage(library.read_bytes()))
-    code = "from eaglekit.models.native import native, why_not; print(native() is None, why_not())"
-    return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "EAGLEKIT_CACHE": str(cache)}, capture_output=True, text=True
+@pytest.mark.parametrize(
+    "damage", [lambda _: b"not a library" * 99, lambda old: old[: len(old) // 2]], ids=["text", "cut"]
+)
+def test_a_damaged_library_in_the_cache_is_compiled_anew(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    compiled()
+    kept = native_module._compiled()
+    copy = tmp_path / "kernels" / kept.name
+    copy.parent.mkdir()
+    copy.write_bytes(damage(kept.read_bytes()))
+    copy.with_suffix(".sha256").write_text(kept.with_suffix(".sha256").read_text())
+    code = "from eaglekit.models.native import native, why_not; print(native() is not None, why_not())"
+    done = subprocess.run(  # in a process of its own: a damaged library may end it
+        [sys.executable, "-c", code],
+        env={**os.environ, "EAGLEKIT_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
     )
-
-
-def test_a_library_in_the_cache_that_is_none_is_a_reason(tmp_path: Path) -> None:
-    compiled()
-    done = _use_damaged_library(tmp_path, lambda _: b"not a library" * 99)
-    assert done.returncode == 0 and done.stdout.startswith("True ") and "ELF" in done.stdout
-
-
-@pytest.mark.xfail(strict=True, reason="bug: a library cut short kills the process (SIGBUS) on every start")
-def test_a_library_in_the_cache_that_was_cut_short_is_no_crash(tmp_path: Path) -> None:
-    compiled()
-    assert _use_damaged_library(tmp_path, lambda library: library[: len(library) // 2]).returncode == 0
+    assert done.returncode == 0 and done.stdout.split() == ["True"]
+    assert len(copy.read_bytes()) > len(kept.read_bytes()) // 2
 
 
 def test_models_load_and_answer_without_a_compiler(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:

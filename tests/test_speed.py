@@ -260,6 +260,8 @@ def test_the_scripted_section_compares_with_plain(setup: Setup) -> None:
     assert data["expected_tau"] == 1.875 and [f["weights"] for f in data["formats"]] == list(FORMATS)
     for row in data["formats"]:
         assert row["identical"] == row["of"] == 2 and 1 <= row["tau"] <= 4 and row["over_plain"]["median"] > 0
+        lucky = row["over_plain"]["median"] * data["expected_tau"] / row["tau"]
+        assert row["over_plain_at_expected_tau"] == pytest.approx(lucky, abs=1e-3, rel=1e-3)
 
 
 # --- batches, starts, rivals

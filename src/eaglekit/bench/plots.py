@@ -45,7 +45,7 @@ def draw(report: Mapping[str, Any], path: Path) -> bool:
     for number, (panel, data) in enumerate(panels, 1):
         panel(figure.add_subplot(1, len(panels), number), data)
     machine = report["machine"]
-    figure.suptitle(f"{report['target']}, {machine['cpu']}, {machine['threads']} threads", fontsize=9)
+    figure.suptitle(f"{report['target']}, {machine['cpu']}, threads: {machine['threads']}", fontsize=9)
     figure.savefig(path, dpi=130)
     return True
 

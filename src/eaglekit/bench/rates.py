@@ -209,7 +209,8 @@ def scripted(
 
     Returns:
         `expected_tau`, and `formats`, a list: weights, tokens_per_second, plain_tokens_per_second, over_plain, tau of
-        the rounds with a whole chain, their number, tau_of_all, and the answers identical to plain decoding's.
+        the rounds with a whole chain, their number, tau_of_all, and the answers identical to plain decoding's;
+        over_plain_at_expected_tau is the median ratio without the luck of the dice, that is times expected_tau / tau.
 
     Raises:
         InputError: a model has no head.
@@ -233,13 +234,16 @@ def scripted(
             whole += drafter.rounds
         if progress is not None:
             progress(f"{weights} done")
+        tau, expected = sum(whole) / len(whole) if whole else 0.0, expected_tau(alpha, steps)
+        ratio = engine.over(plain)
         rows.append(
             {
                 "weights": weights,
                 "tokens_per_second": engine.numbers()["tokens_per_second"],
                 "plain_tokens_per_second": plain.numbers()["tokens_per_second"],
-                "over_plain": engine.over(plain),
-                "tau": round(sum(whole) / len(whole), 4) if whole else None,
+                "over_plain": ratio,
+                "over_plain_at_expected_tau": round(ratio["median"] * expected / tau, 4) if tau else None,
+                "tau": round(tau, 4) if tau else None,
                 "whole_rounds": len(whole),
                 "tau_of_all": round(engine.stats.tau, 4),
                 "identical": engine.identical(plain),

@@ -93,6 +93,10 @@ def _scripted_rows(data: dict[str, Any]) -> _Rows:
     return [
         (f"{name}, tokens/s", {f["weights"]: _show(f["tokens_per_second"]) for f in mine}),
         (f"{name} / plain", {f["weights"]: _show(f["over_plain"], "x") for f in mine}),
+        (
+            f"{name} / plain, at the expected τ",
+            {f["weights"]: f"{x:.2f}x" for f in mine if (x := f["over_plain_at_expected_tau"])},
+        ),
         (f"τ, expected {data['expected_tau']:.2f}", {f["weights"]: f"{f['tau'] or f['tau_of_all']:.2f}" for f in mine}),
         ("ids equal plain's", {f["weights"]: f"{f['identical']} of {f['of']}" for f in mine}),
     ]

@@ -316,6 +316,9 @@ class PackedState:
 
     def truncate(self, lengths: Sequence[int]) -> None:
         """See `HeadState`."""
+        for old, new in zip(self.lengths, lengths, strict=True):
+            if not 0 <= new <= old:
+                raise InputError(f"head cache: length {new} for a row of {old}; expected 0 to {old}")
         self.lengths = list(lengths)
 
     def committed(self, row: int) -> list[Tensor]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from eaglekit.core.tree import DraftTree
 from eaglekit.errors import InputError
+from eaglekit.models.checks import NO_TREE, RowChecks, check_path
 from eaglekit.models.defaults import GenerationDefaults
 from eaglekit.models.native import default_backend
 from eaglekit.models.stack import (
@@ -124,7 +125,8 @@ class FastTarget:
         self.backend = backend or default_backend()
         self._stack_shape = _stack_shape(config)
         layers = (
-            _layer(f"model.layers.{i}.", weight, set(names), self._stack_shape) for i in range(config.num_hidden_layers)
+            _layer(f"model.layers.{i}.", weight, config.model_type, self._stack_shape)
+            for i in range(config.num_hidden_layers)
         )
         tables = RotaryTables(*_rope(config, self._stack_shape.dim))
         self.stack = self.backend.stack(self._stack_shape, layers, weights, tables)
@@ -132,8 +134,11 @@ class FastTarget:
         self._norm = _checked(weight, "model.norm.weight", (config.hidden_size,)).float().clone()
         table = _checked(weight, "model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         self.embedding = table.to(torch.float32 if weights == "fp32" else torch.float16)
-        tied = "lm_head.weight" not in names or bool(getattr(config, "tie_word_embeddings", False))
-        head = table if tied else _checked(weight, "lm_head.weight", tuple(table.shape))
+        tied = bool(getattr(config, "tie_word_embeddings", False))
+        head = table
+        if not tied or "lm_head.weight" in names:
+            head = _checked(weight, "lm_head.weight", tuple(table.shape))
+            tied = tied and torch.equal(head, table)  # one that differs is used, as transformers does
         self._head = Readout(self.backend.matrix(head, weights))
         self._output = self.embedding if tied else head  # rows of it are asked for by drafting
         self.planner = Planner()
@@ -220,21 +225,15 @@ class FastTarget:
             raise InputError(f"token id {bad}: expected 0 to {size - 1}, the vocabulary of {self._info.name}")
 
 
-class FastState:
+class FastState(RowChecks):
     """Caches of B rows; see `TargetState`. `FastTarget.open` makes one."""
 
     def __init__(self, target: FastTarget, batch: int, max_length: int, layers: Sequence[int]) -> None:
+        super().__init__(target.info, batch, max_length)
         self._target = target
-        self._max_length = max_length
         self._layers = tuple(layers)
         self._caches = target.caches(batch, max_length)
-        self._lengths = [0] * batch
         self._trees: list[DraftTree | None] | None = None  # of the last pass, until committed or overwritten
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Committed tokens of each row."""
-        return tuple(self._lengths)
 
     def depth_limit(self, row: int) -> int | None:
         """None: a tree of any depth can be read."""
@@ -310,21 +309,11 @@ class FastState:
         """
         self._check_rows("commit", len(nodes))
         if self._trees is None:
-            raise InputError("commit: no tree was read since the last commit; call forward_tree first")
-        for row, (tree, path) in enumerate(zip(self._trees, nodes, strict=True)):
-            parents = () if tree is None else tree.shape.parents
-            before = -1
-            for node in path:
-                if not 0 <= node < len(parents) or parents[node] != before:
-                    raise InputError(
-                        f"commit: row {row}: {list(path)} is no path from the root of its tree; expected nodes that "
-                        "are each the child of the one before, from 0 on"
-                    )
-                before = node
+            raise InputError(NO_TREE)
+        still = [check_path(row, *item) for row, item in enumerate(zip(nodes, self._trees, strict=True))]
         self._trees = None
-        for row, path in enumerate(nodes):
+        for row, (path, moved) in enumerate(zip(nodes, still, strict=True)):
             length = self._lengths[row]
-            moved = next((i for i, node in enumerate(path) if node != i), len(path))
             if moved < len(path):
                 sources = [length + node for node in path[moved:]]
                 self._target.backend.move(self._caches, row, sources, length + moved)
@@ -334,12 +323,9 @@ class FastState:
         """Forget all but the first `lengths[b]` tokens of each row.
 
         Raises:
-            InputError: a length is negative, or longer than the row is.
+            InputError: a row does not hold that many; nothing was forgotten.
         """
-        self._check_rows("truncate", len(lengths))
-        for row, (old, new) in enumerate(zip(self._lengths, lengths, strict=True)):
-            if not 0 <= new <= old:
-                raise InputError(f"truncate: row {row} holds {old} tokens; got length {new}, expected 0 to {old}")
+        self._check_lengths(lengths)
         self._trees = None
         self._lengths = list(lengths)
 
@@ -365,23 +351,6 @@ class FastState:
                     tokens, plans, room = [], [], _CHUNK
         if tokens:
             yield torch.cat(tokens), join(plans)
-
-    def _check_rows(self, verb: str, got: int) -> None:
-        if got != len(self._lengths):
-            raise InputError(f"{verb}: got {got} rows, expected {len(self._lengths)}: one entry for each row")
-
-    def _check_room(self, row: int, slots: int, positions: int) -> None:
-        length, limit = self._lengths[row], self._target.info.max_length
-        if length + positions > limit:
-            raise InputError(
-                f"row {row}: {positions} more tokens behind {length} make {length + positions}, over the context "
-                f"limit of {limit}; shorten the prompt or ask for fewer new tokens"
-            )
-        if length + slots > self._max_length:
-            raise InputError(
-                f"row {row}: {slots} more tokens or nodes behind {length} make {length + slots}, but the state was "
-                f"opened for {self._max_length}; open it with a larger max_length"
-            )
 
 
 def _padded(flat: Tensor, counts: Sequence[int]) -> Tensor:
@@ -421,7 +390,7 @@ def _checked(weight: Callable[[str], Tensor], name: str, shape: tuple[int, ...])
     return found
 
 
-def _layer(prefix: str, weight: Callable[[str], Tensor], names: set[str], shape: StackShape) -> LayerWeights:
+def _layer(prefix: str, weight: Callable[[str], Tensor], family: str, shape: StackShape) -> LayerWeights:
     """A layer from tensors called as in transformers' Llama."""
     hidden, inner, dim = shape.hidden, shape.inner, shape.dim
     widths = {"q": shape.heads * dim, "k": shape.kv * dim, "v": shape.kv * dim}
@@ -429,18 +398,14 @@ def _layer(prefix: str, weight: Callable[[str], Tensor], names: set[str], shape:
     def need(name: str, *size: int) -> Tensor:
         return _checked(weight, prefix + name, size)
 
-    def norm(name: str) -> Tensor | None:
-        return need(f"self_attn.{name}.weight", dim) if f"{prefix}self_attn.{name}.weight" in names else None
-
-    biased = f"{prefix}self_attn.q_proj.bias" in names
-    q_norm, k_norm = norm("q_norm"), norm("k_norm")
+    biased, normed = family == "qwen2", family == "qwen3"
     return LayerWeights(
         input_norm=need("input_layernorm.weight", hidden),
         qkv=torch.cat([need(f"self_attn.{n}_proj.weight", width, hidden) for n, width in widths.items()]),
         qkv_bias=torch.cat([need(f"self_attn.{n}_proj.bias", width) for n, width in widths.items()])
         if biased
         else None,
-        head_norms=None if q_norm is None or k_norm is None else (q_norm, k_norm),
+        head_norms=(need("self_attn.q_norm.weight", dim), need("self_attn.k_norm.weight", dim)) if normed else None,
         out=need("self_attn.o_proj.weight", hidden, widths["q"]),
         mlp_norm=need("post_attention_layernorm.weight", hidden),
         gate_up=torch.cat([need(f"mlp.{n}_proj.weight", inner, hidden) for n in ("gate", "up")]),

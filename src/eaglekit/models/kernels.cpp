@@ -77,22 +77,24 @@ static inline vec vexp(vec x) {
     return p * (vec)((power + 127) << 23);
 }
 
-// A row as int8 with its own scale: x = scale * (q - 128), |q - 128| <= 127.
-static void quantize_row(const float* x, int64_t width, uint8_t* q, float* scale) {
-    vec top = {};
-    for (int64_t i = 0; i < width; i += LANES) top = vmax(top, vabs(load(x + i)));
-    float most = max_lanes(top);
-    *scale = most / 127.0f;
-    float factor = most > 0 ? 127.0f / most : 0.0f;
-    for (int64_t i = 0; i < width; i++) q[i] = (uint8_t)(int32_t)(__builtin_rintf(x[i] * factor) + 128.0f);
+// A row as int8, in blocks with a scale each: x = scale * (q - 128), |q - 128| <= 127.
+static void quantize_row(const float* x, int64_t width, int64_t block, uint8_t* q, float* scale) {
+    for (int64_t start = 0; start < width; start += block, scale++) {
+        vec top = {};
+        for (int64_t i = start; i < start + block; i += LANES) top = vmax(top, vabs(load(x + i)));
+        const float most = max_lanes(top), factor = most > 0 ? 127.0f / most : 0.0f;
+        *scale = most / 127.0f;
+        for (int64_t i = start; i < start + block; i++) q[i] = (uint8_t)(int32_t)(__builtin_rintf(x[i] * factor) + 128.0f);
+    }
 }
 
 struct Matrix {
     int64_t n, k;
     int64_t kind;          // 0 fp32, 1 fp16, 2 int8
+    int64_t block;         // int8: inputs that share a scale, a divisor of K
     const void* weight;    // in panels
     const float* scale;    // int8: [N], of the outputs
-    const int32_t* sums;   // int8: [N], 128 times the sum of an output's weights
+    const int32_t* sums;   // int8: [K/block, N], 128 times the sum of an output's weights in a block
 };
 
 struct Layer {
@@ -125,11 +127,11 @@ struct Pass {
     float* x;                 // [T, H] inputs; the result: the residual stream behind the last layer
     float *y, *wide, *delta;  // scratch [T, max(H, F, heads D)], [T, max((heads + 2 kv) D, 2 F)], [T, H]
     uint8_t* q;               // scratch [T, max(H, F, heads D)]
-    float* q_scale;           // scratch [T]
+    float* q_scale;           // scratch [T, blocks of the widest row]
     float** streams;          // [layers] where to copy the stream that enters each layer; NULL, or NULLs
 };
 
-// Rows of activations: float32, or int8 with scales.
+// Rows of activations: float32, or int8 with scales, one per block.
 struct Rows {
     const float* x;
     const uint8_t* q;
@@ -192,6 +194,11 @@ static inline ivec dot4(ivec acc, int32_t x, const int8_t* w) {
 }
 #endif
 
+// out + scale * (dot - sums): a block's part of 16 outputs.
+static inline vec add_block(vec out, ivec dot, const int32_t* sums, float scale) {
+    return out + __builtin_convertvector(dot - *(const ivec*)sums, vec) * scale;
+}
+
 // R rows times one panel: y [R rows of N], at most 32 outputs of each.
 template <int R>
 static void panel(const Matrix& m, int64_t number, int64_t t, const Rows& rows, float* y) {
@@ -199,21 +206,26 @@ static void panel(const Matrix& m, int64_t number, int64_t t, const Rows& rows, 
     vec out[R][2];
     if (m.kind == 2) {
         const int8_t* w = (const int8_t*)m.weight + first * K;
-        ivec acc[R][2] = {};
-        for (int64_t k = 0; k < K; k += 4, w += 4 * PANEL) {
-            __builtin_prefetch(w + 4096), __builtin_prefetch(w + 4096 + 64);
-            for (int r = 0; r < R; r++) {
-                int32_t x;
-                memcpy(&x, rows.q + (t + r) * K + k, 4);
-                acc[r][0] = dot4(acc[r][0], x, w);
-                acc[r][1] = dot4(acc[r][1], x, w + 64);
+        const int64_t blocks = K / m.block, padded = (m.n + PANEL - 1) / PANEL * PANEL;
+        for (int r = 0; r < R; r++) out[r][0] = out[r][1] = vec{};
+        for (int64_t b = 0; b < blocks; b++) {
+            ivec acc[R][2] = {};
+            for (int64_t k = b * m.block; k < (b + 1) * m.block; k += 4, w += 4 * PANEL) {
+                __builtin_prefetch(w + 4096), __builtin_prefetch(w + 4096 + 64);
+                for (int r = 0; r < R; r++) {
+                    int32_t x;
+                    memcpy(&x, rows.q + (t + r) * K + k, 4);
+                    acc[r][0] = dot4(acc[r][0], x, w);
+                    acc[r][1] = dot4(acc[r][1], x, w + 64);
+                }
             }
+            for (int r = 0; r < R; r++)
+                for (int i = 0; i < 2; i++)
+                    out[r][i] = add_block(out[r][i], acc[r][i], m.sums + b * padded + first + i * LANES,
+                                          rows.scale[(t + r) * blocks + b]);
         }
         for (int r = 0; r < R; r++)
-            for (int i = 0; i < 2; i++) {
-                ivec sum = acc[r][i] - *(const ivec*)(m.sums + first + i * LANES);
-                out[r][i] = __builtin_convertvector(sum, vec) * load(m.scale + first + i * LANES) * rows.scale[t + r];
-            }
+            for (int i = 0; i < 2; i++) out[r][i] = out[r][i] * load(m.scale + first + i * LANES);
     } else {
         const float* w = (const float*)m.weight + first * K;
         const uint16_t* h = (const uint16_t*)m.weight + first * K;
@@ -265,44 +277,50 @@ static void set_tiles(int64_t rows) {  // 0 to 3: sums, two by two; 4, 5: rows; 
     _tile_loadconfig(&shapes);
 }
 
-// Up to 32 rows times one panel of an int8 matrix, K a multiple of 64; the sums are those of `panel`, bit for bit.
+// Up to 32 rows times one panel of an int8 matrix, blocks of a multiple of 64; the results of `panel`, bit for bit.
 static void tiles(const Matrix& m, int64_t number, int64_t t, int64_t count, const Rows& rows, float* y) {
     const int64_t K = m.k, first = number * PANEL, width = m.n - first < PANEL ? m.n - first : PANEL;
+    const int64_t blocks = K / m.block, padded = (m.n + PANEL - 1) / PANEL * PANEL;
     const int8_t* w = (const int8_t*)m.weight + first * K;
     const uint8_t* x = rows.q + t * K;
     const bool two = count > 16;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t k = 0; k < K; k += 64, w += 64 * PANEL) {
-        for (int i = 0; i < 32; i++) __builtin_prefetch(w + 4096 + i * 64);
-        _tile_loadd(6, w, 128);
-        _tile_loadd(7, w + 64, 128);
-        _tile_loadd(4, x + k, K);
-        _tile_dpbusd(0, 4, 6);
-        _tile_dpbusd(1, 4, 7);
-        if (two) {
-            _tile_loadd(5, x + 16 * K + k, K);
-            _tile_dpbusd(2, 5, 6);
-            _tile_dpbusd(3, 5, 7);
-        }
-    }
     alignas(64) int32_t sums[2][32][16];
-    _tile_stored(0, sums[0], 64);
-    _tile_stored(1, sums[1], 64);
-    if (two) {
-        _tile_stored(2, sums[0][16], 64);
-        _tile_stored(3, sums[1][16], 64);
+    alignas(64) float out[32][PANEL];
+    for (int64_t b = 0; b < blocks; b++) {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+        for (int64_t k = b * m.block; k < (b + 1) * m.block; k += 64, w += 64 * PANEL) {
+            for (int i = 0; i < 32; i++) __builtin_prefetch(w + 4096 + i * 64);
+            _tile_loadd(6, w, 128);
+            _tile_loadd(7, w + 64, 128);
+            _tile_loadd(4, x + k, K);
+            _tile_dpbusd(0, 4, 6);
+            _tile_dpbusd(1, 4, 7);
+            if (two) {
+                _tile_loadd(5, x + 16 * K + k, K);
+                _tile_dpbusd(2, 5, 6);
+                _tile_dpbusd(3, 5, 7);
+            }
+        }
+        _tile_stored(0, sums[0], 64);
+        _tile_stored(1, sums[1], 64);
+        if (two) {
+            _tile_stored(2, sums[0][16], 64);
+            _tile_stored(3, sums[1][16], 64);
+        }
+        for (int64_t r = 0; r < count; r++)
+            for (int i = 0; i < 2; i++) {
+                float* to = out[r] + i * LANES;
+                store(to, add_block(b ? load(to) : vec{}, *(const ivec*)sums[i][r],
+                                    m.sums + b * padded + first + i * LANES, rows.scale[(t + r) * blocks + b]));
+            }
     }
     for (int64_t r = 0; r < count; r++) {
-        float out[PANEL];
-        for (int i = 0; i < 2; i++) {
-            ivec sum = *(const ivec*)sums[i][r] - *(const ivec*)(m.sums + first + i * LANES);
-            store(out + i * LANES,
-                  __builtin_convertvector(sum, vec) * load(m.scale + first + i * LANES) * rows.scale[t + r]);
-        }
-        memcpy(y + (t + r) * m.n + first, out, width * sizeof(float));
+        for (int i = 0; i < 2; i++)
+            store(out[r] + i * LANES, load(out[r] + i * LANES) * load(m.scale + first + i * LANES));
+        memcpy(y + (t + r) * m.n + first, out[r], width * sizeof(float));
     }
 }
 #endif
@@ -311,7 +329,7 @@ static void tiles(const Matrix& m, int64_t number, int64_t t, int64_t count, con
 static void product(const Matrix& m, int64_t tokens, const Rows& rows, float* y) {
     const int64_t panels = (m.n + PANEL - 1) / PANEL, blocks = (tokens + MOST_ROWS - 1) / MOST_ROWS;
 #ifdef AMX
-    if (m.kind == 2 && tokens > 1 && m.k % 64 == 0 && tiles_allowed()) {
+    if (m.kind == 2 && tokens > 1 && m.block % 64 == 0 && tiles_allowed()) {
         set_tiles(tokens < 32 ? tokens : 32);
 #pragma omp for schedule(static) nowait
         for (int64_t number = 0; number < panels; number++)
@@ -346,8 +364,20 @@ static void product(const Matrix& m, int64_t tokens, const Rows& rows, float* y)
         }
 }
 
+// Token t's inputs x [K] of a matrix, to its row of q [T, K] and scale [T, K/block].
+static void quantize_token(const Matrix& m, int64_t t, const float* x, uint8_t* q, float* scale) {
+    quantize_row(x, m.k, m.block, q + t * m.k, scale + t * (m.k / m.block));
+}
+
+// Inputs x [T, K] of a matrix, if it takes int8. Called by all threads of a team.
+static void quantize_inputs(const Matrix& m, int64_t tokens, const float* x, uint8_t* q, float* scale) {
+    if (m.kind != 2) return;
+#pragma omp for schedule(static)
+    for (int64_t t = 0; t < tokens; t++) quantize_token(m, t, x + t * m.k, q, scale);
+}
+
 // x += delta (where given); y = x / rms(x) * weight (x itself without a weight), and as int8 where the next matrix is.
-static void norm(const Pass& p, int64_t width, const float* delta, const float* weight, float eps, bool quantized,
+static void norm(const Pass& p, int64_t width, const float* delta, const float* weight, float eps, const Matrix* next,
                  float* copy) {
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < p.tokens; t++) {
@@ -365,12 +395,12 @@ static void norm(const Pass& p, int64_t width, const float* delta, const float* 
         const float inverse = 1.0f / sqrtf(sum_lanes(squares) / width + eps);
         for (int64_t i = 0; i < width; i += LANES)
             store(b + i, weight ? load(a + i) * inverse * load(weight + i) : load(a + i));
-        if (quantized) quantize_row(b, width, p.q + t * width, p.q_scale + t);
+        if (next && next->kind == 2) quantize_token(*next, t, b, p.q, p.q_scale);
     }
 }
 
 // y = act(gate) * up, of wide [T, 2 F], the gate first.
-static void gate(const Pass& p, int64_t width, int64_t activation, bool quantized) {
+static void gate(const Pass& p, int64_t width, int64_t activation, const Matrix& next) {
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < p.tokens; t++) {
         const float *g = p.wide + t * 2 * width, *u = g + width;
@@ -380,7 +410,7 @@ static void gate(const Pass& p, int64_t width, int64_t activation, bool quantize
             vec s = activation ? a * (0.79788456080286536f * 2) * (1.0f + 0.044715f * a * a) : a;
             store(b + i, a / (1.0f + vexp(-s)) * load(u + i));
         }
-        if (quantized) quantize_row(b, width, p.q + t * width, p.q_scale + t);
+        if (next.kind == 2) quantize_token(next, t, b, p.q, p.q_scale);
     }
 }
 
@@ -389,11 +419,6 @@ static void norm_head(float* x, int64_t dim, const float* weight, float eps) {
     for (int64_t i = 0; i < dim; i += LANES) squares = squares + load(x + i) * load(x + i);
     const float inverse = 1.0f / sqrtf(sum_lanes(squares) / dim + eps);
     for (int64_t i = 0; i < dim; i += LANES) store(x + i, load(x + i) * inverse * load(weight + i));
-}
-
-static void quantize_rows(int64_t tokens, int64_t width, const float* x, uint8_t* q, float* scale) {
-#pragma omp for schedule(static)
-    for (int64_t t = 0; t < tokens; t++) quantize_row(x + t * width, width, q + t * width, scale + t);
 }
 
 // Head h of all tokens, in place in p.wide; keys and values also to the caches. One head after the other: keys of
@@ -527,7 +552,7 @@ static void attention(const Stack& s, const Layer& layer, const Pass& p, float* 
             default: attend_heads<256>(p, t, count, s.softmax_scale, q, k, v, y);
         }
     }
-    if (layer.out.kind == 2) quantize_rows(p.tokens, s.heads * D, p.y, p.q, p.q_scale);
+    quantize_inputs(layer.out, p.tokens, p.y, p.q, p.q_scale);
 }
 
 // All layers: p.x [T, H] becomes the residual stream behind the last one. Called by all threads of a team.
@@ -535,14 +560,14 @@ static void run_layers(const Stack& s, const Pass& p) {
     const Rows rows = {p.y, p.q, p.q_scale};
     for (int64_t n = 0; n < s.layers; n++) {
         const Layer& layer = s.layer[n];
-        norm(p, s.hidden, n ? p.delta : nullptr, layer.input_norm, s.eps, layer.qkv.kind == 2,
+        norm(p, s.hidden, n ? p.delta : nullptr, layer.input_norm, s.eps, &layer.qkv,
              p.streams ? p.streams[n] : nullptr);
         product(layer.qkv, p.tokens, rows, p.wide);
         attention(s, layer, p, p.keys + n * p.layer_stride, p.values + n * p.layer_stride);
         product(layer.out, p.tokens, rows, p.delta);
-        norm(p, s.hidden, p.delta, layer.mlp_norm, s.eps, layer.gate_up.kind == 2, nullptr);
+        norm(p, s.hidden, p.delta, layer.mlp_norm, s.eps, &layer.gate_up, nullptr);
         product(layer.gate_up, p.tokens, rows, p.wide);
-        gate(p, s.inner, s.activation, layer.down.kind == 2);
+        gate(p, s.inner, s.activation, layer.down);
         product(layer.down, p.tokens, rows, p.delta);
     }
 #pragma omp for schedule(static)
@@ -558,14 +583,14 @@ void ek_stack(const Stack* stack, const Pass* pass) {
 }
 
 // An EAGLE head: p.x = layers(fc * inputs + bias) for inputs [T, K]; then, for the last `count` tokens, logits
-// [count, N] = readout * p.x. bias may be NULL; count may be 0. inputs_q and inputs_scale: scratch [T, K], [T].
+// [count, N] = readout * p.x. bias may be NULL; count may be 0. inputs_q and inputs_scale: scratch [T, K], [T, K/block].
 void ek_draft(const Matrix* fc, const float* bias, const Stack* stack, const Matrix* readout, const Pass* pass,
               const float* inputs, uint8_t* inputs_q, float* inputs_scale, int64_t count, float* logits) {
     const Pass& p = *pass;
     const int64_t H = stack->hidden;
 #pragma omp parallel num_threads(p.threads)
     {
-        if (fc->kind == 2) quantize_rows(p.tokens, fc->k, inputs, inputs_q, inputs_scale);
+        quantize_inputs(*fc, p.tokens, inputs, inputs_q, inputs_scale);
         product(*fc, p.tokens, {inputs, inputs_q, inputs_scale}, p.x);
         if (bias) {
 #pragma omp for schedule(static)
@@ -575,19 +600,19 @@ void ek_draft(const Matrix* fc, const float* bias, const Stack* stack, const Mat
         run_layers(*stack, p);
         if (count) {
             const float* last = p.x + (p.tokens - count) * H;
-            if (readout->kind == 2) quantize_rows(count, H, last, p.q, p.q_scale);
+            quantize_inputs(*readout, count, last, p.q, p.q_scale);
             product(*readout, count, {last, p.q, p.q_scale}, logits);
         }
     }
 }
 
-// y [T, N] = x [T, K] times the matrix transposed; q and q_scale: scratch [T, K], [T].
+// y [T, N] = x [T, K] times the matrix transposed; q and q_scale: scratch [T, K], [T, K/block].
 void ek_product(const Matrix* matrix, int64_t tokens, const float* x, uint8_t* q, float* q_scale, float* y,
                 int64_t threads) {
     const Rows rows = {x, q, q_scale};
 #pragma omp parallel num_threads(threads)
     {
-        if (matrix->kind == 2) quantize_rows(tokens, matrix->k, x, q, q_scale);
+        quantize_inputs(*matrix, tokens, x, q, q_scale);
         product(*matrix, tokens, rows, y);
     }
 }
@@ -596,7 +621,7 @@ void ek_product(const Matrix* matrix, int64_t tokens, const float* x, uint8_t* q
 void ek_norm(int64_t tokens, int64_t width, float* x, const float* weight, float eps, float* y) {
     Pass p = {};
     p.tokens = tokens, p.x = x, p.y = y;
-    norm(p, width, nullptr, weight, eps, false, nullptr);
+    norm(p, width, nullptr, weight, eps, nullptr, nullptr);
 }
 
 // In all layers' caches of one row, copy the slots `from` to the slots to, to+1, ...; from[i] >= to + i.

@@ -7,6 +7,7 @@ are not shown; its settings are as before afterwards.
 
 from __future__ import annotations
 
+import json
 import logging as stdlib_logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -77,18 +78,33 @@ def _load_fast(folder: Path, weights: Weights) -> tuple[FastTarget, Any] | None:
     if why_not_fast(config):
         return None
     try:
-        reader = _TensorReader(sorted(folder.glob("*.safetensors")))
+        reader = _TensorReader(_safetensors_files(folder))
         names = [name for name in reader.names if not name.endswith("rotary_emb.inv_freq")]
         if not names:
             return None
         target = FastTarget(
             config, reader.tensor, names, weights=weights, name=source, generation=_generation_config(folder, config)
         )
-    except (KeyError, safetensors.SafetensorError):  # the stock loader says what is wrong
+        finite = target.lm_head(target.open(1, 4).prefill([torch.tensor([0, 1, 2, 3])]).features).isfinite().all()
+    except (KeyError, OSError, safetensors.SafetensorError):  # the stock loader says what is wrong
+        return None
+    if not finite:
         return None
     target.note_unused(sorted(set(names) - reader.read))
     with _quiet():
         return target, _load_tokenizer(source)
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    """Those that transformers reads: one of the usual name, or the parts that an index names; none otherwise."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    try:
+        parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        return [folder / name for name in sorted(set(parts))]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 class _TensorReader:

@@ -39,11 +39,12 @@ from eaglekit.models.stack import (
     RotaryTables,
     StackShape,
     Weights,
+    block_of,
     chain,
     check_weights,
     quantize,
 )
-from eaglekit.models.store import cache_dir
+from eaglekit.models.store import cache_dir, sha256
 
 _FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-fno-math-errno", "-ffp-contract=fast", "-w")
 _PANEL = 32
@@ -52,7 +53,7 @@ _reason = ""
 
 
 class _Matrix(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_int64) for n in ("n", "k", "kind")] + [
+    _fields_ = [(n, ctypes.c_int64) for n in ("n", "k", "kind", "block")] + [
         (n, ctypes.c_void_p) for n in ("weight", "scale", "sums")
     ]
 
@@ -102,19 +103,23 @@ class NativeMatrix:
         }[weights]  # fmt: skip
         panels = _memory.take((padded // _PANEL, width // group, _PANEL, group), dtype)
         scale = torch.zeros(padded) if self.quantized else None
-        sums = torch.zeros(padded, dtype=torch.int32) if self.quantized else None
+        self._blocks = width // block_of(width)
+        sums = torch.zeros(self._blocks, padded, dtype=torch.int32) if self.quantized else None
         for start in range(0, count, _PANEL * 32):  # a part at a time: no second copy of a large matrix
             part = weight[start : start + _PANEL * 32]
             if scale is not None and sums is not None:
                 part, outputs = quantize(part.float())
                 scale[start : start + len(part)] = outputs
-                sums[start : start + len(part)] = 128 * part.sum(1, dtype=torch.int32)
+                by_block = part.view(len(part), self._blocks, -1).sum(2, dtype=torch.int32)
+                sums[:, start : start + len(part)] = 128 * by_block.T
             short = -len(part) % _PANEL
             part = part.to(dtype)
             part = torch.cat((part, part.new_zeros(short, width))) if short else part
             split = part.view(-1, _PANEL, width // group, group).transpose(1, 2)
             panels[start // _PANEL : start // _PANEL + len(split)] = split
-        self.struct = _Matrix(count, width, _KINDS[weights], self._keep(panels), self._keep(scale), self._keep(sums))
+        self.struct = _Matrix(
+            count, width, _KINDS[weights], block_of(width), self._keep(panels), self._keep(scale), self._keep(sums)
+        )
 
     def _keep(self, tensor: Tensor | None) -> int:
         if tensor is None:
@@ -127,7 +132,7 @@ class NativeMatrix:
         x = x.float().contiguous()
         out = torch.empty(len(x), self.shape[0])
         q = torch.empty(x.shape, dtype=torch.uint8) if self.quantized else None
-        scale = torch.empty(len(x)) if self.quantized else None
+        scale = torch.empty(len(x), self._blocks) if self.quantized else None
         self._library.ek_product(
             ctypes.addressof(self.struct), len(x), x.data_ptr(), 0 if q is None else q.data_ptr(),
             0 if scale is None else scale.data_ptr(), out.data_ptr(), torch.get_num_threads(),
@@ -225,9 +230,10 @@ class NativeStack:
         narrow = max(shape.hidden, shape.inner, shape.heads * shape.dim)
         wide = max(2 * shape.inner, (shape.heads + 2 * shape.kv) * shape.dim)
         # y, wide, delta, scales, and int8 rows: one allocation
-        room = torch.empty(count, narrow + wide + shape.hidden + 1 + -(-narrow // 4))
+        scales = narrow // 64 + 1
+        room = torch.empty(count, narrow + wide + shape.hidden + scales + -(-narrow // 4))
         y = room.data_ptr()
-        q = y + 4 * count * (narrow + wide + shape.hidden + 1)
+        q = y + 4 * count * (narrow + wide + shape.hidden + scales)
         given = _Pass(
             count, caches.values.shape[3], torch.get_num_threads(), caches.values.stride(0),
             plan.row.ctypes.data, plan.slot.ctypes.data, plan.position.ctypes.data, plan.prefix.ctypes.data,
@@ -273,10 +279,11 @@ class NativeHead:
         logits = torch.empty(count, self.readout.shape[0])
         given, _room = self.stack._pass(x, plan, caches)
         quantized = torch.empty(inputs.shape, dtype=torch.uint8) if self.fc.quantized else None
-        scale = torch.empty(len(inputs)) if self.fc.quantized else None
+        scale = torch.empty(len(inputs), self.fc.shape[1] // 64 + 1) if self.fc.quantized else None
         self.stack._library.ek_draft(
             *self.pointers, ctypes.addressof(given), inputs.data_ptr(),
-            0 if quantized is None else quantized.data_ptr(), 0 if scale is None else scale.data_ptr(), count, logits.data_ptr(),
+            0 if quantized is None else quantized.data_ptr(), 0 if scale is None else scale.data_ptr(), count,
+            logits.data_ptr(),
         )  # fmt: skip
         return x, logits
 
@@ -343,7 +350,7 @@ class NativeGrower:
         self._x, self._logits = torch.empty(widest, head.fc.shape[0]), torch.empty(widest, head.readout.shape[0])
         self._inputs = torch.empty(widest, head.fc.shape[1])
         self._inputs_q = torch.empty(widest, head.fc.shape[1], dtype=torch.uint8)
-        self._scale = torch.empty(widest)
+        self._scale = torch.empty(widest, head.fc.shape[1] // 64 + 1)
         row, slot, position, prefix = (np.zeros(widest, dtype=np.int32) for _ in range(4))
         self._plan = Plan(row, slot, position, prefix, np.zeros(widest + 1, dtype=np.int32), self._seen)
 
@@ -427,7 +434,8 @@ MOST_TOP = 64  # children that a node may have in `NativeGrower`, and largest k 
 
 def top(x: Tensor, k: int) -> Tensor:
     """Places of the k largest of each row of x [R, N], largest first: int64 [R, k]."""
-    backend = native() if x.device.type == "cpu" and x.dtype == torch.float32 and k <= MOST_TOP else None
+    fits = x.device.type == "cpu" and x.dtype == torch.float32 and 1 <= k <= min(MOST_TOP, x.shape[1])
+    backend = native() if fits else None
     if backend is None:
         return x.topk(k, dim=-1).indices
     x = x.contiguous()
@@ -445,6 +453,7 @@ def why_not() -> str:
 def native() -> NativeBackend | None:
     """The compiled backend, or None; see `why_not`."""
     global _reason
+    _reason = ""
     try:
         backend = NativeBackend(ctypes.CDLL(str(_compiled())))
         if not _proven(backend):
@@ -468,8 +477,9 @@ def _compiled() -> Path:
     facts = (source.read_bytes(), compiler, openmp, _FLAGS, platform.machine(), _processor())
     folder = cache_dir() / "kernels"
     library = folder / f"kernels-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}.so"
-    if library.exists():
-        return library
+    digest = library.with_suffix(".sha256")
+    if library.exists() and digest.exists() and digest.read_text(encoding="utf-8") == sha256(library):
+        return library  # a damaged one would end the process when it is mapped
     if compiler is None:
         raise OSError("no C++ compiler was found (c++, g++ or clang++)")
     folder.mkdir(parents=True, exist_ok=True)
@@ -482,6 +492,7 @@ def _compiled() -> Path:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
         if done.returncode:
             raise OSError(f"{compiler} failed: {done.stderr[-200:]}")
+        digest.write_text(sha256(Path(temporary)), encoding="utf-8")
         os.replace(temporary, library)
     finally:
         Path(temporary).unlink(missing_ok=True)

@@ -33,6 +33,7 @@ from eaglekit.models.stack import (
     RotaryTables,
     StackShape,
     Weights,
+    block_of,
     check_weights,
     quantize,
 )
@@ -61,11 +62,16 @@ class _Fp16:
 class _Int8:
     def __init__(self, weight: Tensor) -> None:
         values, self._scale = quantize(weight.float(), _levels())
-        self._weight = torch.ops.onednn.qlinear_prepack(values, None)
+        self._block = block_of(weight.shape[1])
+        self._parts = [torch.ops.onednn.qlinear_prepack(v.contiguous(), None) for v in values.split(self._block, 1)]
 
     def __call__(self, x: Tensor) -> Tensor:
-        values, scale = quantize(x)
-        return _qlinear(values, self._weight, self._scale) * scale[:, None]
+        values, scale = quantize(x.view(len(x), -1, self._block))
+        one = torch.ones(len(self._scale))
+        out = torch.zeros(len(x), len(self._scale))
+        for b, part in enumerate(self._parts):
+            out += _qlinear(values[:, b].contiguous(), part, one) * scale[:, b, None]
+        return out * self._scale
 
 
 def _qlinear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

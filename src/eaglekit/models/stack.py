@@ -6,7 +6,7 @@ token's result does not depend on the other tokens of its pass, on where in the 
 token read as a node of a tree equals the same token read alone. `native` promises it bit for bit.
 
 Formats of matrices (`Weights`): fp32; fp16, with float32 activations; int8, with a scale per output, and activations
-rounded to int8 with a scale per token (its largest magnitude is 127), so that sums are whole numbers.
+rounded to int8 in blocks with a scale each (the largest magnitude is 127), so that sums are whole numbers.
 
 Glossary: T tokens of a pass, H hidden width, D head width, L slots of a cache, a multiple of 64.
 """
@@ -218,8 +218,13 @@ def check_weights(weights: str) -> None:
         raise InputError(f"weights {weights!r}: expected one of {', '.join(WEIGHTS)}")
 
 
+def block_of(width: int) -> int:
+    """Inputs of a matrix that share a scale as int8: the largest divisor of `width` up to 256 that 64 divides."""
+    return next((block for block in (256, 192, 128, 64) if width % block == 0), width)
+
+
 def quantize(x: Tensor, levels: int = 127) -> tuple[Tensor, Tensor]:
-    """X float32 [..., width] as int8 within ± `levels`, and the scale [...] of each row."""
+    """Float32 x [..., width] as int8 within ± `levels`, and the scale [...] of each row."""
     top = x.abs().amax(-1, keepdim=True)
     values = (x * torch.where(top > 0, levels / top, 0.0)).round_().to(torch.int8)
     return values, top[..., 0] / levels

@@ -28,6 +28,7 @@ from torch import Tensor
 from eaglekit.core.tree import DraftTree, TreeShape
 from eaglekit.errors import InputError
 from eaglekit.models.cache import TreeCache
+from eaglekit.models.checks import NO_TREE, RowChecks, check_path
 from eaglekit.models.target import TargetOutput
 
 if TYPE_CHECKING:
@@ -44,23 +45,17 @@ class _Part:
     layers: Mapping[int, Tensor]
 
 
-class HFState:
+class HFState(RowChecks):
     """Caches of B rows; see `TargetState`. `HFTarget.open` makes one, and describes the arguments."""
 
     def __init__(self, target: HFTarget, batch: int, max_length: int, layers: Sequence[int]) -> None:
+        super().__init__(target.info, batch, max_length)
         self._target = target
-        self._max_length = max_length
         self._layers = tuple(layers)
         self._cache = TreeCache(batch, max_length)
-        self._lengths = [0] * batch
         self._trees: list[DraftTree | None] | None = None  # of the last pass, until committed or overwritten
         self._ids: list[list[int]] = [[] for _ in range(batch)]  # committed; kept only where there is a boundary
         self._long: list[bool | None] = [False] * batch  # regime of each row; None when its keys are not to be trusted
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Committed tokens of each row."""
-        return tuple(self._lengths)
 
     def prefill(self, ids: Sequence[Tensor]) -> TargetOutput:
         """Read and commit `ids[b]` (int64 [n_b], n_b >= 0) behind what row b holds already.
@@ -133,16 +128,12 @@ class HFState:
         """
         self._check_rows("commit", len(nodes))
         if self._trees is None:
-            raise InputError("commit: no tree to commit; expected forward_tree right before it")
+            raise InputError(NO_TREE)
         rows, sources, targets = [], [], []
         for row, (path, tree) in enumerate(zip(nodes, self._trees, strict=True)):
             if not path:
                 continue
-            parents = tree.shape.parents if tree is not None else ()
-            above = (-1, *path)
-            if not all(0 <= n < len(parents) and parents[n] == a for n, a in zip(path, above, strict=False)):
-                raise InputError(f"commit: row {row}: nodes {list(path)} are not a path from the tree's root")
-            still = next((i for i, n in enumerate(path) if i != n), len(path))
+            still = check_path(row, path, tree)
             if still < len(path):
                 rows.append(row)
                 sources.append([self._lengths[row] + n for n in path[still:]])
@@ -160,10 +151,7 @@ class HFState:
         Raises:
             InputError: a row does not hold that many; nothing was forgotten.
         """
-        self._check_rows("truncate", len(lengths))
-        for row, (new, old) in enumerate(zip(lengths, self._lengths, strict=True)):
-            if not 0 <= new <= old:
-                raise InputError(f"truncate: row {row} holds {old} tokens, got {new}; expected 0 to {old}")
+        self._check_lengths(lengths)
         self._lengths = list(lengths)
         self._ids = [ids[:length] for ids, length in zip(self._ids, lengths, strict=True)]
         self._trees = None
@@ -174,23 +162,6 @@ class HFState:
         if boundary is None or self._lengths[row] >= boundary:
             return None
         return boundary - 1 - self._lengths[row]
-
-    def _check_rows(self, verb: str, got: int) -> None:
-        if got != len(self._lengths):
-            raise InputError(f"{verb}: got {got} rows, expected {len(self._lengths)}: one entry for each row")
-
-    def _check_room(self, row: int, slots: int, positions: int) -> None:
-        length, limit = self._lengths[row], self._target.info.max_length
-        if length + positions > limit:
-            raise InputError(
-                f"row {row}: {positions} more tokens behind {length} make {length + positions}, over the context "
-                f"limit of {limit}; shorten the prompt or ask for fewer new tokens"
-            )
-        if length + slots > self._max_length:
-            raise InputError(
-                f"row {row}: {slots} more tokens or nodes behind {length} make {length + slots}, but the state was "
-                f"opened for {self._max_length}; open it with a larger max_length"
-            )
 
     def _grow(self, row: int, ids: list[int]) -> None:
         self._lengths[row] += len(ids)

@@ -1,0 +1,59 @@
+"""What every `TargetState` checks before it computes or keeps anything: rows, room, paths, lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from eaglekit.core.tree import DraftTree
+from eaglekit.errors import InputError
+from eaglekit.models.target import TargetInfo
+
+
+class RowChecks:
+    """Lengths of B rows that may hold `max_length` tokens each, and the questions about them."""
+
+    def __init__(self, info: TargetInfo, batch: int, max_length: int) -> None:
+        self._info = info
+        self._max_length = max_length
+        self._lengths = [0] * batch
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Committed tokens of each row."""
+        return tuple(self._lengths)
+
+    def _check_rows(self, verb: str, got: int) -> None:
+        if got != len(self._lengths):
+            raise InputError(f"{verb}: got {got} rows, expected {len(self._lengths)}: one entry for each row")
+
+    def _check_room(self, row: int, slots: int, positions: int) -> None:
+        length, limit = self._lengths[row], self._info.max_length
+        if length + positions > limit:
+            raise InputError(
+                f"row {row}: {positions} more tokens behind {length} make {length + positions}, over the context "
+                f"limit of {limit}; shorten the prompt or ask for fewer new tokens"
+            )
+        if length + slots > self._max_length:
+            raise InputError(
+                f"row {row}: {slots} more tokens or nodes behind {length} make {length + slots}, but the state was "
+                f"opened for {self._max_length}; open it with a larger max_length"
+            )
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        """For truncation."""
+        self._check_rows("truncate", len(lengths))
+        for row, (new, old) in enumerate(zip(lengths, self._lengths, strict=True)):
+            if not 0 <= new <= old:
+                raise InputError(f"truncate: row {row} holds {old} tokens, got {new}; expected 0 to {old}")
+
+
+def check_path(row: int, path: Sequence[int], tree: DraftTree | None) -> int:
+    """How many leading nodes of `path` lie in place already; raise InputError unless it is a path from the root."""
+    parents = tree.shape.parents if tree is not None else ()
+    above = (-1, *path)
+    if not all(0 <= n < len(parents) and parents[n] == a for n, a in zip(path, above, strict=False)):
+        raise InputError(f"commit: row {row}: nodes {list(path)} are not a path from the tree's root")
+    return next((i for i, n in enumerate(path) if i != n), len(path))
+
+
+NO_TREE = "commit: no tree to commit; expected forward_tree right before it"
