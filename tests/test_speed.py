@@ -377,6 +377,8 @@ def test_adapters_ask_for_greedy_tokens_past_any_end(monkeypatch: pytest.MonkeyP
 def test_without_rivals_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rivals, "RIVALS", {"no_such_engine": rivals.LlamaCpp})
     assert rivals.installed() == []
+    with pytest.raises(InputError, match="no_such_engine"):
+        rivals.Apart("no_such_engine", Path("a.gguf"), 1, 10)
     with pytest.raises(InputError, match="pip install"), rivals.opened(Path("a.gguf"), 1, 10):
         pass
 

@@ -26,11 +26,13 @@ from eaglekit.core.sampling import Law, RepetitionPenalty, SamplingParams
 from eaglekit.core.stats import Stats
 from eaglekit.core.tree import DraftTree, TreeShape
 from eaglekit.drafters.eagle import EagleDrafter, EagleState
+from eaglekit.drafters.prompt_lookup import GraftedDrafter, GraftedState
 from eaglekit.engine import reference
 from eaglekit.engine.decode import Session
-from eaglekit.engine.drafter import Drafter
+from eaglekit.engine.drafter import Drafter, PlainDrafter
 from eaglekit.engine.stopping import Stopper
 from eaglekit.errors import InputError
+from eaglekit.models.fast import FastTarget
 from eaglekit.models.head import EagleHead, HeadConfig
 from eaglekit.models.target import Target
 from eaglekit.testing import TableTarget, every_outcome
@@ -80,7 +82,7 @@ class CheckOptions:
     law_prompts: int = 3
     draws: int = 300
     purity_rounds: int = 12
-    trees: tuple[str, ...] = ("paper", "chain:5")
+    trees: tuple[str, ...] = ("paper", "chain:5", "chain:2+lookup:6")
     seed: int = 0
 
     @staticmethod
@@ -109,6 +111,8 @@ def check(model: Model, options: CheckOptions | None = None) -> Iterator[Finding
     yield from check_identity(model, options)
     yield from check_law(model, options)
     yield from check_purity(model, options)
+    if isinstance(model.target, FastTarget):
+        yield check_rows(model, options)
 
 
 # --- exact laws on a tiny target
@@ -194,7 +198,7 @@ def check_enumeration(seed: int) -> Iterator[Finding]:
     penalised = SamplingParams(temperature=0.9, repetition_penalty=1.4)
     branching = TreeShape.from_choices([[0], [1], [0, 0]])
     siblings, second = TreeShape.from_choices([[0], [1], [2]]), TreeShape.from_choices([[0], [1], [1, 0]])
-    cases: list[tuple[str, EagleDrafter, SamplingParams]] = [
+    cases: list[tuple[str, Drafter, SamplingParams]] = [
         ("chain:2", EagleDrafter(full, target, TreeShape.chain(2)), SamplingParams(temperature=1.0)),
         ("chain:2, cold", EagleDrafter(full, target, TreeShape.chain(2)), SamplingParams(temperature=0.4, top_k=2)),
         ("tree", EagleDrafter(full, target, branching), warm),
@@ -203,11 +207,13 @@ def check_enumeration(seed: int) -> Iterator[Finding]:
         ("tree, penalty", EagleDrafter(full, target, second), penalised),
         ("tree, most probable drafts", EagleDrafter(full, target, branching, sampled=False), warm),
         ("tree, draft vocabulary", EagleDrafter(partial, target, branching), warm),
+        ("tree, lookup grafted", GraftedDrafter(EagleDrafter(full, target, branching), 3), warm),
+        ("lookup alone", GraftedDrafter(PlainDrafter(), 3), warm),
     ]
     for name, drafter, params in cases:
         processors = (RepetitionPenalty(params.repetition_penalty),) if params.repetition_penalty != 1 else ()
         law = Law(params, processors)
-        ids = [0, 1, 2]
+        ids = [0, 1, 2, 0, 1] if isinstance(drafter, GraftedDrafter) else [0, 1, 2]  # something to look up
         ours = output_law(target, drafter, ids, law, 3)
         plain = plain_law(target.next_logits, ids, law, 3)
         worst = max(deviation(_marginal(ours, depth), _marginal(plain, depth)) for depth in (1, 2, 3))
@@ -445,6 +451,30 @@ def check_purity(model: Model, options: CheckOptions) -> Iterator[Finding]:
         )
 
 
+def check_rows(model: Model, options: CheckOptions) -> Finding:
+    """Every node of a tree against the same token read alone, behind its path: the very same logits."""
+    prompt = torch.tensor(_encoded(model, 1)[0])
+    shape, random = TreeShape.paper(), torch.Generator().manual_seed(options.seed)
+    tokens = torch.randint(0, model.target.info.vocab_size, (len(shape.parents),), generator=random)
+    whole, alone = (model.target.open(1, len(prompt) + len(tokens)) for _ in range(2))
+    for state in (whole, alone):
+        state.prefill([prompt])
+    logits, equal = whole.forward_tree([DraftTree(tokens, shape)]).logits[0], 0
+    for path in shape.paths:
+        for node in path:
+            row = alone.forward_tree([DraftTree.root_only(int(tokens[node]))]).logits[0, 0]
+            equal += torch.equal(row, logits[node])
+            alone.commit([[0]])
+        alone.truncate([len(prompt)])
+    total = sum(map(len, shape.paths))
+    return Finding(
+        "rows: each token alone against in a tree",
+        equal == total,
+        f"{equal} of {total} logits bit for bit the same, weights {getattr(model.target, 'weights', 'stock')}",
+        {"equal": equal, "of": total},
+    )
+
+
 def purity_tolerance(dtype: torch.dtype) -> float:
     """Rounding in another order of summation, on logits and keys of some tens."""
     return 2e-3 if dtype == torch.float32 else 512 * torch.finfo(dtype).eps
@@ -464,6 +494,7 @@ def head_difference(a: Session, b: Session) -> float:
     states = [s.drafter_state for s in (a, b)]
     caches = []
     for state in states:
+        state = state.inner if isinstance(state, GraftedState) else state
         if not isinstance(state, EagleState):
             return 0.0
         state.read_pending()

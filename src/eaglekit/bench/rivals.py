@@ -12,10 +12,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import numpy as np
 
@@ -113,9 +117,73 @@ def installed() -> list[str]:
     return [name for name in RIVALS if importlib.util.find_spec(name) is not None]
 
 
+class Apart:
+    """A rival in a process of its own: engines that share a process keep each other's threads from the cores.
+
+    Args:
+        module: One of `RIVALS`.
+        gguf: The model.
+        threads: For prompt and answer.
+        context: Most tokens of a text.
+
+    Raises:
+        InputError: the engine cannot load the file.
+    """
+
+    def __init__(self, module: str, gguf: Path, threads: int, context: int) -> None:
+        arguments = [module, str(gguf), str(threads), str(context)]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "eaglekit.bench.rivals", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.name = module
+        told = self._answer()
+        self.name, self.version = told["name"], told["version"]
+
+    def generate(self, ids: Sequence[int], count: int) -> int:
+        """See `Rival`."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"ids": list(ids), "count": count}) + "\n")
+        self._process.stdin.flush()
+        return int(self._answer()["made"])
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        told: dict[str, Any] = json.loads(line) if line else {"error": "the process ended"}
+        if "error" in told:
+            raise InputError(f"rivals: {self.name}: {told['error']}")
+        return told
+
+
+def serve(module: str, gguf: Path, threads: int, context: int, requests: TextIO, answers: TextIO) -> None:
+    """Be the other side of `Apart`: one JSON line per request and answer; an error ends it."""
+
+    def say(message: dict[str, Any]) -> None:
+        answers.write(json.dumps(message) + "\n")
+        answers.flush()
+
+    try:
+        rival = RIVALS[module](gguf, threads, context)
+        say({"name": rival.name, "version": rival.version})
+        for line in requests:
+            request = json.loads(line)
+            say({"made": rival.generate(request["ids"], request["count"])})
+    except (InputError, RuntimeError, ValueError, ImportError, AttributeError) as e:
+        say({"error": " ".join(str(e).split())[:200]})
+
+
 @contextmanager
 def opened(gguf: Path, threads: int, context: int) -> Iterator[list[Rival]]:
-    """All installed engines, loaded.
+    """All installed engines, loaded, in processes of their own.
 
     Raises:
         InputError: none is installed, or one cannot load the file.
@@ -123,13 +191,17 @@ def opened(gguf: Path, threads: int, context: int) -> Iterator[list[Rival]]:
     names = installed()
     if not names:
         raise InputError("rivals: none is installed; pip install xllamacpp openvino-genai, or leave --rivals out")
-    rivals: list[Rival] = []
-    for name in names:
-        try:
-            rivals.append(RIVALS[name](gguf, threads, context))
-        except (RuntimeError, ValueError, ImportError, AttributeError) as e:
-            raise InputError(f"rivals: {name} cannot load {gguf.name}: {' '.join(str(e).split())[:200]}") from e
-    try:
+    with ExitStack() as stack:
+        rivals: list[Rival] = []
+        for name in names:
+            rival = Apart(name, gguf, threads, context)
+            stack.callback(rival.close)
+            rivals.append(rival)
         yield rivals
-    finally:
-        rivals.clear()
+
+
+if __name__ == "__main__":
+    _, _module, _gguf, _threads, _context = sys.argv
+    _answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what engines print must not come between the answers
+    serve(_module, Path(_gguf), int(_threads), int(_context), sys.stdin, _answers)

@@ -219,8 +219,8 @@ def check_weights(weights: str) -> None:
 
 
 def block_of(width: int) -> int:
-    """Inputs of a matrix that share a scale as int8: the largest divisor of `width` up to 256 that 64 divides."""
-    return next((block for block in (256, 192, 128, 64) if width % block == 0), width)
+    """Inputs of a matrix that share a scale as int8: the largest of 192, 128, 64 that divides `width`, else all."""
+    return next((block for block in (192, 128, 64) if width % block == 0), width)
 
 
 def quantize(x: Tensor, levels: int = 127) -> tuple[Tensor, Tensor]:
