@@ -137,7 +137,7 @@ class Model:
     Attributes:
         target: The frozen decoder.
         tokenizer: Of transformers; None for models without one, which then take and give token ids only.
-        head: The draft head; None leaves plain decoding.
+        head: The draft head; None leaves lookup and plain decoding.
         defaults: What the model's generation_config asks for.
     """
 
@@ -249,14 +249,13 @@ class Model:
         """The drafter for a method and a tree.
 
         Raises:
-            InputError: an unknown method or a bad tree.
-            HeadError: method "eagle" without a head.
+            InputError: an unknown method, a bad tree, or one that the method cannot use.
+            HeadError: method "eagle", or a tree of its, without a head.
         """
-        check_method(method)
-        shape, lookup = parse_tree("paper" if tree is None else tree)
+        shape, lookup = check_method(method, tree)
         if method == "plain":
             return PlainDrafter()
-        if method == "lookup" or (method == "auto" and self.head is None and tree is None):
+        if method == "lookup" or (method == "auto" and self.head is None and (tree is None or _only_lookup(shape))):
             return GraftedDrafter(PlainDrafter(), lookup or 8)
         if self.head is None:
             raise HeadError(
@@ -475,10 +474,22 @@ def parse_tree(tree: str | TreeShape) -> tuple[TreeShape, int]:
     return TreeShape.parse(name[:-1]) if name else TreeShape.root_only(), int(graft)
 
 
-def check_method(method: str) -> None:
-    """Raise InputError unless `method` is known."""
+def check_method(method: str, tree: str | TreeShape | None = None) -> tuple[TreeShape, int]:
+    """The tree that is meant, and its looked-up tokens; see `parse_tree`. Plain decoding has no use for either.
+
+    Raises:
+        InputError: an unknown method, a bad tree, or one that the method cannot use.
+    """
     if method not in get_args(Method):
         raise InputError(f"method {method!r}: expected one of {', '.join(get_args(Method))}")
+    shape, lookup = parse_tree("paper" if tree is None else tree)
+    if tree is not None and method == "lookup" and not _only_lookup(shape):
+        raise InputError(f"method 'lookup' with tree {tree!r}: expected lookup:N, or method eagle for a head's tree")
+    return shape, lookup
+
+
+def _only_lookup(shape: TreeShape) -> bool:
+    return shape.num_draft_tokens == 0
 
 
 def _check_text(text: str) -> None:
@@ -530,8 +541,8 @@ def load(
     Args:
         target: A directory, a hub id or a GGUF file; None takes the built-in SmolLM2-135M-Instruct, which is fetched
             once (93 MB) and kept in a cache directory.
-        head: A head's directory; None takes the shipped head if the target is the built-in one, else none: then only
-            method "plain" can be asked for.
+        head: A head's directory; None takes the shipped head if the target is the built-in one, else none: then
+            method "auto" is lookup alone, and "eagle" cannot be asked for.
         device: "auto", or what torch understands ("cpu", "cuda:0", "mps").
         dtype: "auto" (float32 on a CPU, the checkpoint's own elsewhere), "float32", "bfloat16" or "float16".
         weights: On a CPU, how matrices are kept: "fp32", "fp16", "int8", or "stock" for transformers' own modules;

@@ -132,11 +132,9 @@ def _load_stock(target: str | None, device: str) -> Any:
 
 def _check_before_loading(method: str, tree: str | None, options: dict[str, Any]) -> None:
     """Refuse what no model could carry out before gigabytes are read."""
-    from eaglekit.api import Model, check_method, parse_tree
+    from eaglekit.api import Model, check_method
 
-    check_method(method)
-    if tree is not None:
-        parse_tree(tree)
+    check_method(method, tree)
     Model.check_options(**options)
 
 
@@ -556,7 +554,7 @@ def speed(
             (output / "speed.json").write_text(text + "\n", encoding="utf-8")
     if output is not None:
         if not plots.available():
-            _note("no picture: it needs matplotlib; pip install 'eaglekit[bench]'")
+            _note("no picture: it needs matplotlib; pip install matplotlib")
         elif plots.draw(report, output / "speed.png"):
             _note(f"{output / 'speed.png'} drawn")
     print(speed_table.table(report))

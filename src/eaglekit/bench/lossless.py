@@ -25,6 +25,7 @@ from eaglekit.core.random import GeneratorSource
 from eaglekit.core.sampling import Law, RepetitionPenalty, SamplingParams
 from eaglekit.core.stats import Stats
 from eaglekit.core.tree import DraftTree, TreeShape
+from eaglekit.drafters.auto import AutoState
 from eaglekit.drafters.eagle import EagleDrafter, EagleState
 from eaglekit.drafters.prompt_lookup import GraftedDrafter, GraftedState
 from eaglekit.engine import reference
@@ -271,10 +272,10 @@ def check_identity(model: Model, options: CheckOptions) -> Iterator[Finding]:
         [(prompts[0], oracle, plain[0][: len(oracle)])],
         next_logits,
     )
-    for tree in options.trees:
+    for name, tree in (("auto", None), *((f"EAGLE ({tree})", tree) for tree in options.trees)):
         runs = [model.generate(p, max_new_tokens=tokens, tree=tree).token_ids for p in prompts]
         yield _compare(
-            f"identity: EAGLE ({tree}) against plain",
+            f"identity: {name} against plain",
             model,
             list(zip(prompts, plain, runs, strict=True)),
             next_logits,
@@ -494,7 +495,7 @@ def head_difference(a: Session, b: Session) -> float:
     states = [s.drafter_state for s in (a, b)]
     caches = []
     for state in states:
-        state = state.inner if isinstance(state, GraftedState) else state
+        state = state.inner if isinstance(state, GraftedState | AutoState) else state
         if not isinstance(state, EagleState):
             return 0.0
         state.read_pending()

@@ -29,7 +29,7 @@ def draw(report: Mapping[str, Any], path: Path) -> bool:
         InputError: matplotlib is not installed.
     """
     if not available():
-        raise InputError("a picture needs matplotlib; pip install 'eaglekit[bench]'")
+        raise InputError("a picture needs matplotlib; pip install matplotlib")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

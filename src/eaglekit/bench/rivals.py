@@ -140,7 +140,11 @@ class Apart:
             text=True,
         )
         self.name = module
-        told = self._answer()
+        try:
+            told = self._answer()
+        except InputError:
+            self.close()
+            raise
         self.name, self.version = told["name"], told["version"]
 
     def generate(self, ids: Sequence[int], count: int) -> int:
@@ -153,7 +157,7 @@ class Apart:
     def close(self) -> None:
         """End the process."""
         self._process.kill()
-        self._process.wait()
+        self._process.communicate()
 
     def _answer(self) -> dict[str, Any]:
         assert self._process.stdout is not None

@@ -54,7 +54,11 @@ class GeneratorSource:
 
     def draw(self, probs: Tensor) -> int:
         """See `RandomSource.draw`."""
-        return int(self._race(probs).argmax())
+        totals = probs.to("cpu", torch.float64).cumsum(-1)
+        place = torch.rand((), dtype=torch.float64, generator=self.generator) * totals[-1]
+        # The first index whose sum lies above: it has a probability of its own, whatever rounding does.
+        found = int(torch.searchsorted(totals, place, right=True))
+        return found if found < len(totals) else int(torch.searchsorted(totals, totals[-1]))
 
     def draw_distinct(self, probs: Tensor, count: int) -> Tensor:
         """See `RandomSource.draw_distinct`."""

@@ -139,7 +139,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     """norm(max(0, p - q)) [V]; p itself where nothing is left, which exact arithmetic would never reach."""
     rest = (p - q).clamp_min_(0)
     total = rest.sum()
-    return rest / total if total > 0 else p
+    return rest.div_(total) if total > 0 else p
 
 
 def without(law: Tensor, token: int) -> Tensor:
@@ -147,4 +147,4 @@ def without(law: Tensor, token: int) -> Tensor:
     rest = law.clone()
     rest[token] = 0
     total = rest.sum()
-    return rest / total if total > 0 else law
+    return rest.div_(total) if total > 0 else law

@@ -1,8 +1,9 @@
 """The default method: EAGLE with the tree that pays, plain decoding where none does.
 
-Contract: greedy output does not depend on which tree a round uses, so the choice may follow the clock: seconds and
-tokens per round of every arm (plain, and a few trees) are averaged, the arm with the most tokens per second is used,
-and the others are tried again now and then. What was learnt lives in a `Clockwork`, which requests share.
+Contract: greedy output does not depend on which tree a round uses (up to near ties where passes of different widths
+round differently, as stock modules do), so the choice may follow the clock: seconds and tokens per round of every arm
+(plain, and a few trees) are averaged, the arm with the most tokens per second is used, and the others are tried again
+now and then. What was learnt lives in a `Clockwork`, which requests share.
 
 Sampled output is the same for the same seed, so there the choice may follow nothing but what was accepted: a request
 starts with the middle tree, and goes on plainly once too few drafts are accepted.
@@ -84,8 +85,8 @@ class Clockwork:
         it = self.arms[arm]
         it.rounds += 1
         weight = 1 / min(it.rounds, _MEMORY)
-        if it.rounds > _FIRST and seconds > 5 * it.seconds:
-            return  # the machine was busy with something else
+        if it.rounds > _FIRST:
+            seconds = min(seconds, 5 * it.seconds)  # the machine may have been busy with something else
         it.seconds += weight * (seconds - it.seconds)
         it.tokens += weight * (tokens - it.tokens)
 
@@ -138,8 +139,10 @@ class AutoState:
         if min(context.max_depth for context in contexts) < 2:  # too near the end to tell anything
             return self._lookup.propose(contexts)
         arm = drafter.clockwork.pick()
-        self._round = arm, drafter.now()
         plan = drafter.clockwork.arms[arm].plan
+        if plan is not None and plan[0].num_draft_tokens:
+            self._eagle.catch_up()  # what earlier rounds left unread is not this arm's cost
+        self._round = arm, drafter.now()
         if plan is None:
             return _roots(contexts)
         return self._lookup.graft(self._eagle.propose(contexts, plan[0]), contexts, plan[1])
@@ -161,9 +164,10 @@ class AutoState:
         self._round = self._sampled = None
         self._lookup.truncate(lengths)
 
-    def committed(self, row: int = 0) -> list[object]:
-        """See `EagleState.committed`."""
-        return [*self._eagle.committed(row)]
+    @property
+    def inner(self) -> EagleState:
+        """The head's state; for checks."""
+        return self._eagle
 
 
 def _roots(contexts: Sequence[Context]) -> list[DraftTree]:

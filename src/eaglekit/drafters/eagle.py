@@ -123,6 +123,11 @@ class EagleState:
         """Keys and values [kv, length, D] of a row's committed pairs, layer by layer; for checks."""
         return self._head.committed(row)
 
+    def catch_up(self) -> None:
+        """Read what was left unread, if it is more than a round's worth."""
+        if any(p is not None and len(p.tokens) > 8 for p in self._pending):
+            self.read_pending()
+
     @torch.inference_mode()
     def read_pending(self) -> None:
         """Read the committed pairs that were not read yet, in one pass unless there are many; all features are true."""

@@ -6,7 +6,7 @@ are written behind them and are overwritten by what comes next. Both kinds of st
 rounding; a head's own precision decides nothing but how many drafts are accepted.
 
 A head keeps its own precision whatever the target's: a checkpoint in float16 is packed as float16, any other as
-float32. The read-out over the draft vocabulary is the target's matrix, in the target's format.
+float32. The read-out is the target's matrix in the target's format; float16 for a float32 target's draft vocabulary.
 
 Glossary: B rows, n drafts of a level, H width of the features, Vd draft vocabulary.
 """

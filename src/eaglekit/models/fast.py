@@ -1,8 +1,9 @@
 """Llama-shaped targets on a CPU, without the overhead of stock code: packed weights, fused kernels, flat passes.
 
 Contract: `FastTarget` is a `Target` whose logits equal the stock model's (to 1e-4 in float32), and whose every token is
-computed independently of the other tokens of its pass (`models/stack.py`): a node of a tree gets
-the bits that plain decoding would give it. So greedy output does not depend on drafter, tree or batch, in any format.
+computed independently of the other tokens of its pass (`models/stack.py`): with compiled kernels a
+node of a tree gets the bits that plain decoding would give it, so that greedy output does not depend on drafter, tree
+or batch, in any format.
 
 A pass has no padding: the nodes of all rows stand one after the other, T in all, and a `Plan` says where each belongs.
 Nothing in a pass grows with the context but attention itself.
@@ -133,7 +134,8 @@ class FastTarget:
         # Copied: a view would keep a whole mapped file in memory.
         self._norm = _checked(weight, "model.norm.weight", (config.hidden_size,)).float().clone()
         table = _checked(weight, "model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        self.embedding = table.to(torch.float32 if weights == "fp32" else torch.float16)
+        # Copied for the same reason, and because the library reads it as it lies.
+        self.embedding = table.to(torch.float32 if weights == "fp32" else torch.float16, copy=True).contiguous()
         tied = bool(getattr(config, "tie_word_embeddings", False))
         head = table
         if not tied or "lm_head.weight" in names:
@@ -262,9 +264,9 @@ class FastState(RowChecks):
             for pieces, layer in zip(streams, self._layers, strict=True):
                 pieces.append(kept[layer])
         self._lengths = [length + count for length, count in zip(self._lengths, counts, strict=True)]
-        logits = torch.zeros(len(ids), 1, info.vocab_size)
+        logits = torch.zeros(len(ids), 1, info.vocab_size, dtype=info.dtype, device=info.device)
         if not parts:
-            empty = torch.zeros(len(ids), 0, info.hidden_size)
+            empty = torch.zeros(len(ids), 0, info.hidden_size, dtype=info.dtype, device=info.device)
             return TargetOutput(logits, empty, dict.fromkeys(self._layers, empty))
         features = _padded(torch.cat(parts), counts)
         read = [row for row, count in enumerate(counts) if count]

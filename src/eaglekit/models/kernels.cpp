@@ -82,7 +82,7 @@ static void quantize_row(const float* x, int64_t width, int64_t block, uint8_t* 
     for (int64_t start = 0; start < width; start += block, scale++) {
         vec top = {};
         for (int64_t i = start; i < start + block; i += LANES) top = vmax(top, vabs(load(x + i)));
-        const float most = max_lanes(top), factor = most > 0 ? 127.0f / most : 0.0f;
+        const float most = max_lanes(top), factor = most > 1e-30f ? 127.0f / most : 0.0f;
         *scale = most / 127.0f;
         for (int64_t i = start; i < start + block; i++) q[i] = (uint8_t)(int32_t)(__builtin_rintf(x[i] * factor) + 128.0f);
     }
@@ -144,9 +144,10 @@ static const int PANEL = 32, MOST_ROWS = 12;
 static inline vec widen(const uint16_t* p) { return (vec)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 #elif defined(__F16C__)
 static inline vec widen(const uint16_t* p) {
+    const __m256 both[2] = {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+                            _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
     vec out;
-    *(__m256*)&out = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-    *((__m256*)&out + 1) = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)));
+    memcpy(&out, both, sizeof out);
     return out;
 }
 #else

@@ -87,6 +87,11 @@ class _Pass(ctypes.Structure):
     ]
 
 
+def _floats(*size: int) -> Tensor:
+    """Memory for the library, whatever the user's default dtype and device are."""
+    return torch.empty(size, dtype=torch.float32, device="cpu")
+
+
 class NativeMatrix:
     """See `Matrix`; in panels of 32 outputs, see `kernels.cpp`."""
 
@@ -102,9 +107,9 @@ class NativeMatrix:
             "fp32": (torch.float32, 1), "fp16": (torch.float16, 1), "int8": (torch.int8, 4)
         }[weights]  # fmt: skip
         panels = _memory.take((padded // _PANEL, width // group, _PANEL, group), dtype)
-        scale = torch.zeros(padded) if self.quantized else None
+        scale = _floats(padded).zero_() if self.quantized else None
         self._blocks = width // block_of(width)
-        sums = torch.zeros(self._blocks, padded, dtype=torch.int32) if self.quantized else None
+        sums = torch.zeros(self._blocks, padded, dtype=torch.int32, device="cpu") if self.quantized else None
         for start in range(0, count, _PANEL * 32):  # a part at a time: no second copy of a large matrix
             part = weight[start : start + _PANEL * 32]
             if scale is not None and sums is not None:
@@ -130,9 +135,9 @@ class NativeMatrix:
     def __call__(self, x: Tensor) -> Tensor:
         """See `Matrix`."""
         x = x.float().contiguous()
-        out = torch.empty(len(x), self.shape[0])
-        q = torch.empty(x.shape, dtype=torch.uint8) if self.quantized else None
-        scale = torch.empty(len(x), self._blocks) if self.quantized else None
+        out = _floats(len(x), self.shape[0])
+        q = torch.empty(x.shape, dtype=torch.uint8, device="cpu") if self.quantized else None
+        scale = _floats(len(x), self._blocks) if self.quantized else None
         self._library.ek_product(
             ctypes.addressof(self.struct), len(x), x.data_ptr(), 0 if q is None else q.data_ptr(),
             0 if scale is None else scale.data_ptr(), out.data_ptr(), torch.get_num_threads(),
@@ -231,7 +236,7 @@ class NativeStack:
         wide = max(2 * shape.inner, (shape.heads + 2 * shape.kv) * shape.dim)
         # y, wide, delta, scales, and int8 rows: one allocation
         scales = narrow // 64 + 1
-        room = torch.empty(count, narrow + wide + shape.hidden + scales + -(-narrow // 4))
+        room = _floats(count, narrow + wide + shape.hidden + scales + -(-narrow // 4))
         y = room.data_ptr()
         q = y + 4 * count * (narrow + wide + shape.hidden + scales)
         given = _Pass(
@@ -242,7 +247,7 @@ class NativeStack:
             y + 4 * count * (narrow + wide), q, y + 4 * count * (narrow + wide + shape.hidden),
             0 if copies is None else ctypes.addressof(copies),
         )  # fmt: skip
-        return given, room
+        return given, (room, tables)  # the tables may be replaced by longer ones meanwhile
 
 
 class NativeHead:
@@ -275,11 +280,11 @@ class NativeHead:
         Returns:
             Predicted features [T, H], and logits [count, N].
         """
-        x = torch.empty(len(inputs), self.fc.shape[0])
-        logits = torch.empty(count, self.readout.shape[0])
+        x = _floats(len(inputs), self.fc.shape[0])
+        logits = _floats(count, self.readout.shape[0])
         given, _room = self.stack._pass(x, plan, caches)
-        quantized = torch.empty(inputs.shape, dtype=torch.uint8) if self.fc.quantized else None
-        scale = torch.empty(len(inputs), self.fc.shape[1] // 64 + 1) if self.fc.quantized else None
+        quantized = torch.empty(inputs.shape, dtype=torch.uint8, device="cpu") if self.fc.quantized else None
+        scale = _floats(len(inputs), self.fc.shape[1] // 64 + 1) if self.fc.quantized else None
         self.stack._library.ek_draft(
             *self.pointers, ctypes.addressof(given), inputs.data_ptr(),
             0 if quantized is None else quantized.data_ptr(), 0 if scale is None else scale.data_ptr(), count,
@@ -347,10 +352,10 @@ class NativeGrower:
         widest = max(len(level.node) for level in levels)
         self._depth = max(level.depth for level in levels)
         self._seen = np.zeros(max(len(level.seen) for level in levels) + 1, dtype=np.int32)
-        self._x, self._logits = torch.empty(widest, head.fc.shape[0]), torch.empty(widest, head.readout.shape[0])
-        self._inputs = torch.empty(widest, head.fc.shape[1])
-        self._inputs_q = torch.empty(widest, head.fc.shape[1], dtype=torch.uint8)
-        self._scale = torch.empty(widest, head.fc.shape[1] // 64 + 1)
+        self._x, self._logits = _floats(widest, head.fc.shape[0]), _floats(widest, head.readout.shape[0])
+        self._inputs = _floats(widest, head.fc.shape[1])
+        self._inputs_q = torch.empty(widest, head.fc.shape[1], dtype=torch.uint8, device="cpu")
+        self._scale = _floats(widest, head.fc.shape[1] // 64 + 1)
         row, slot, position, prefix = (np.zeros(widest, dtype=np.int32) for _ in range(4))
         self._plan = Plan(row, slot, position, prefix, np.zeros(widest + 1, dtype=np.int32), self._seen)
 
@@ -366,7 +371,7 @@ class NativeGrower:
         """
         head, (_, table, vocab) = self._head, self._kept
         self._x[0], self._logits[0] = feature, logits
-        tokens = torch.empty(self._nodes, dtype=torch.int64)
+        tokens = torch.empty(self._nodes, dtype=torch.int64, device="cpu")
         tokens[0] = root
         self._plan.position[0] = length + self._depth  # the tables must reach so far
         given, _room = head.stack._pass(self._x, self._plan, caches)
@@ -439,7 +444,7 @@ def top(x: Tensor, k: int) -> Tensor:
     if backend is None:
         return x.topk(k, dim=-1).indices
     x = x.contiguous()
-    found = torch.empty(len(x), k, dtype=torch.int64)
+    found = torch.empty(len(x), k, dtype=torch.int64, device="cpu")
     backend._library.ek_top(*x.shape, k, x.data_ptr(), found.data_ptr())
     return found
 

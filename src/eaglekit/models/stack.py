@@ -126,7 +126,7 @@ class Caches:
         tiles = -(-max_length // _BLOCK) * (_BLOCK // TILE)
         sizes = (layers, batch, shape.kv, tiles, shape.dim, TILE), (layers, batch, shape.kv, tiles * TILE, shape.dim)
         if batch == 1:
-            return Caches(*map(torch.empty, sizes))
+            return Caches(*(torch.empty(size, dtype=torch.float32, device="cpu") for size in sizes))
         return Caches(*(torch.from_numpy(np.empty(size, dtype=np.float32)) for size in sizes))
 
     def read(self, row: int, length: int) -> tuple[Tensor, Tensor]:

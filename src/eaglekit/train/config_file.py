@@ -25,7 +25,7 @@ def read_config(path: Path, options: Mapping[str, bool]) -> dict[str, str | list
     Raises:
         InputError: the file cannot be read, or a key is no option, or a value cannot be one; all of them are named.
     """
-    yaml: Any = importlib.import_module("yaml")  # a dependency of transformers
+    yaml: Any = importlib.import_module("yaml")  # a dependency
     try:
         with path.open("rb") as file:
             data = yaml.safe_load(file)

@@ -22,9 +22,10 @@ from torch import Tensor
 
 from eaglekit.errors import DataError
 from eaglekit.jsonl import read_lines
-from eaglekit.models.fast import fast_target, why_not_fast
+from eaglekit.models.fast import fast_target
 from eaglekit.models.rows import FastRows
 from eaglekit.train.dataset import Dialogue, drop_torn_line
+from eaglekit.train.generate import is_fast
 
 _READ_SLOTS = 16
 
@@ -211,7 +212,7 @@ def _groups(dialogues: Sequence[Dialogue], size: int) -> Iterator[list[Dialogue]
 
 def _reader(model: Any, max_length: int) -> Callable[[Sequence[Sequence[int]]], list[Tensor]]:
     """Reader: ids -> features of each row, [n, H]."""
-    if model.device.type == "cpu" and not why_not_fast(model.config):
+    if is_fast(model):
         rows = FastRows(fast_target(model, "int8"), _READ_SLOTS, max_length)
 
         def read_fast(ids: Sequence[Sequence[int]]) -> list[Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from eaglekit.models.fast import FastTarget, fast_target, why_not_fast
+from eaglekit.models.native import native
 from eaglekit.models.rows import FastRows
 from eaglekit.models.stack import Weights
 
@@ -59,8 +60,8 @@ class Finished:
 
 
 def is_fast(model: Any) -> bool:
-    """Whether `model` is run by `FastRows`."""
-    return model.device.type == "cpu" and not why_not_fast(model.config)
+    """Whether `model` is run by `FastRows`: on a CPU with compiled kernels, and of a shape that they know."""
+    return model.device.type == "cpu" and not why_not_fast(model.config) and native() is not None
 
 
 def generate(
@@ -167,7 +168,7 @@ class _Row:
 def _generate_fast(
     target: FastTarget, queue: deque[Job], count: int, max_length: int, dtype: torch.dtype | None
 ) -> Iterator[list[Finished]]:
-    """Groups of jobs by `FastRows` of `count` slots, as they end; their features are the caller's until then next."""
+    """Groups of jobs by `FastRows` of `count` slots, as they end; their features are the caller's until the next."""
     rows = FastRows(target, count, max_length)
     kept = torch.zeros(count, max_length if dtype else 0, target.info.hidden_size, dtype=dtype or torch.bfloat16)
     free = list(range(count))
