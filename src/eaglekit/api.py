@@ -471,6 +471,8 @@ def parse_tree(tree: str | TreeShape) -> tuple[TreeShape, int]:
         return TreeShape.parse(tree), 0
     if not graft.isdecimal() or not 1 <= int(graft) <= 64:
         raise InputError(f"tree {tree!r}: lookup of {graft!r} tokens; expected 1 to 64, for example lookup:6")
+    if name == "+" or "lookup:" in name:
+        raise InputError(f"tree {tree!r}: expected TREE+lookup:N, such as chain:2+lookup:6, or lookup:N")
     return TreeShape.parse(name[:-1]) if name else TreeShape.root_only(), int(graft)
 
 

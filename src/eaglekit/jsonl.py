@@ -58,3 +58,12 @@ def _parsed(line: bytes, where: str) -> dict[str, Any] | None:
     if not isinstance(row, dict):
         raise DataError(f"{where}: a {type(row).__name__}, expected a JSON object")
     return row
+
+
+def is_text(text: str) -> bool:
+    """Whether `text` can be written as UTF-8: JSON may hold halves of characters, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

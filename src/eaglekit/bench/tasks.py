@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from eaglekit.errors import DataError
-from eaglekit.jsonl import read_lines
+from eaglekit.jsonl import is_text, read_lines
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def read_tasks(path: Path, limit: int | None = None) -> list[Task]:
     tasks: list[Task] = []
     for number, row in islice(read_lines(path), limit):
         text = _first_turn(row)
-        if text is None:
+        if text is None or not is_text(text):
             raise DataError(
                 f"{path}:{number}: no prompt; expected 'turns': [\"...\"], 'prompt': \"...\", or 'messages'"
             )
@@ -46,7 +46,8 @@ def _first_turn(row: dict[str, Any]) -> str | None:
     if isinstance(row.get("prompt"), str):
         return str(row["prompt"])
     for key, role, content in (("messages", "role", "content"), ("conversations", "from", "value")):
-        for message in row.get(key) or ():
+        given = row.get(key)
+        for message in given if isinstance(given, list) else ():
             if isinstance(message, dict) and (message.get(role) or message.get("role")) in ("user", "human"):
                 text = message.get(content) or message.get("content")
                 return text if isinstance(text, str) else None

@@ -51,7 +51,9 @@ def why_not_fast(config: Any) -> str:
     rope = getattr(text, "rope_parameters", None) or {}
     window = getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
     types = set(getattr(text, "layer_types", None) or ()) - {"full_attention"}
+    counts = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings")
     checks = {
+        "odd counts": all(isinstance(getattr(text, n, None), int) and getattr(text, n) > 0 for n in counts),
         f"family {text.model_type}": text.model_type in _FAMILIES and text is config,
         "a quantization_config": getattr(config, "quantization_config", None) is None,
         "a sliding window": not window and not types,
@@ -87,7 +89,8 @@ class Readout:
 
     def __call__(self, features: Tensor) -> Tensor:
         """See the class."""
-        return self.matrix(features.reshape(-1, features.shape[-1]).float()).view(*features.shape[:-1], -1)
+        flat = self.matrix(features.reshape(-1, features.shape[-1]).float())
+        return flat.view(*features.shape[:-1], flat.shape[-1])
 
 
 class FastTarget:
@@ -420,7 +423,9 @@ def _rope(config: Any, dim: int) -> tuple[Tensor, float]:
     rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind == "default":
-        theta: Any = rope.get("rope_theta") or getattr(config, "rope_theta", 10000.0)
+        theta: Any = rope.get("rope_theta", getattr(config, "rope_theta", 10000.0))
+        if not isinstance(theta, (int, float)) or theta <= 0:
+            raise ValueError(f"rope_theta {theta!r}")
         return 1.0 / theta ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim), 1.0
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -86,8 +86,8 @@ def _load_fast(folder: Path, weights: Weights) -> tuple[FastTarget, Any] | None:
             config, reader.tensor, names, weights=weights, name=source, generation=_generation_config(folder, config)
         )
         finite = target.lm_head(target.open(1, 4).prefill([torch.tensor([0, 1, 2, 3])]).features).isfinite().all()
-    except (KeyError, OSError, safetensors.SafetensorError):  # the stock loader says what is wrong
-        return None
+    except (KeyError, OSError, TypeError, ValueError, RuntimeError, safetensors.SafetensorError):
+        return None  # the stock loader says what is wrong
     if not finite:
         return None
     target.note_unused(sorted(set(names) - reader.read))

@@ -133,7 +133,15 @@ class NativeMatrix:
         return tensor.data_ptr()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See `Matrix`."""
+        """See `Matrix`.
+
+        Raises:
+            InputError: x has another width.
+        """
+        if x.dim() != 2 or x.shape[1] != self.shape[1]:
+            raise InputError(
+                f"rows of shape {list(x.shape)} for a matrix {list(self.shape)}; expected [T, {self.shape[1]}]"
+            )
         x = x.float().contiguous()
         out = _floats(len(x), self.shape[0])
         q = torch.empty(x.shape, dtype=torch.uint8, device="cpu") if self.quantized else None

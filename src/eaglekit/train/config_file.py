@@ -31,7 +31,7 @@ def read_config(path: Path, options: Mapping[str, bool]) -> dict[str, str | list
             data = yaml.safe_load(file)
     except OSError as e:
         raise InputError(f"--config {path}: cannot be read ({e.strerror}); expected a YAML file") from None
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as e:  # values that are none, endless nesting
         raise InputError(f"--config {path}: not YAML ({' '.join(str(e).split())})") from None
     if not isinstance(data, dict):
         raise InputError(

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from eaglekit.errors import DataError
-from eaglekit.jsonl import read_lines
+from eaglekit.jsonl import is_text, read_lines
 
 Message = dict[str, str]
 Row = list[Message] | str
@@ -56,14 +56,14 @@ def _parsed(row: dict[str, Any], where: str) -> Row:
     row = {key: value for key, value in row.items() if value is not None}  # a parquet row has every column
     if "turns" in row:
         turns = row["turns"]
-        if isinstance(turns, list) and turns and all(isinstance(t, str) and t.strip() for t in turns):
+        if isinstance(turns, list) and turns and all(isinstance(t, str) and t.strip() and is_text(t) for t in turns):
             return [{"role": "user", "content": turns[0]}]
         raise DataError(f"{where}: expected 'turns' to be a list of texts that are not empty; got {_shown(turns)}")
     for key in ("messages", "conversations"):
         if key in row:
             return _conversation(row[key], key, where)
     text = row.get("text")
-    if isinstance(text, str) and text.strip():
+    if isinstance(text, str) and text.strip() and is_text(text):
         return text
     if text is not None:
         raise DataError(f"{where}: expected 'text' to be a text that is not empty; got {_shown(text)}")
@@ -81,7 +81,7 @@ def _conversation(given: Any, key: str, where: str) -> list[Message]:
         values = message if isinstance(message, dict) else {}
         role, content = values.get("role") or values.get("from"), values.get("content")
         content = values.get("value") if content is None else content
-        if not isinstance(role, str) or role not in _ROLES or not isinstance(content, str):
+        if not isinstance(role, str) or role not in _ROLES or not isinstance(content, str) or not is_text(content):
             raise DataError(
                 f"{where}: expected messages with a role (or from) of {', '.join(_ROLES)}, and a text as content (or "
                 f"value); message {place} of '{key}' is {_shown(message)}"
