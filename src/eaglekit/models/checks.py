@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
 
 from eaglekit.core.tree import DraftTree
 from eaglekit.errors import InputError
@@ -38,6 +41,15 @@ class RowChecks:
                 f"row {row}: {slots} more tokens or nodes behind {length} make {length + slots}, but the state was "
                 f"opened for {self._max_length}; open it with a larger max_length"
             )
+
+    def _checked_ids(self, ids: Sequence[Tensor], check_ids: Callable[[Tensor], None]) -> list[Tensor]:
+        """What a prefill is to read, int64 on the CPU: there is room for it, and `check_ids` has nothing against it."""
+        self._check_rows("prefill", len(ids))
+        flat = [i.detach().to("cpu", torch.int64).reshape(-1) for i in ids]
+        for row, new in enumerate(flat):
+            self._check_room(row, len(new), len(new))
+            check_ids(new)
+        return flat
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
         """For truncation."""

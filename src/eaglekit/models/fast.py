@@ -253,11 +253,7 @@ class FastState(RowChecks):
         Raises:
             InputError: a row would grow too long, or an id is outside the vocabulary; nothing was read.
         """
-        self._check_rows("prefill", len(ids))
-        ids = [i.detach().to("cpu", torch.int64).reshape(-1) for i in ids]
-        for row, new in enumerate(ids):
-            self._check_room(row, len(new), len(new))
-            self._target.check_ids(new)
+        ids = self._checked_ids(ids, self._target.check_ids)
         self._trees = None
         info, counts = self._target.info, [len(new) for new in ids]
         parts, streams = [], [[] for _ in self._layers]  # type: list[Tensor], list[list[Tensor]]

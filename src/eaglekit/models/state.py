@@ -65,11 +65,7 @@ class HFState(RowChecks):
         Raises:
             InputError: a row would grow too long, or an id is outside the vocabulary; nothing was read.
         """
-        self._check_rows("prefill", len(ids))
-        ids = [i.detach().to("cpu", torch.int64).reshape(-1) for i in ids]
-        for row, new in enumerate(ids):
-            self._check_room(row, len(new), len(new))
-            self._target.check_ids(new)
+        ids = self._checked_ids(ids, self._target.check_ids)
         self._trees = None
         parts: list[_Part] = []
         after = [length + len(new) for length, new in zip(self._lengths, ids, strict=True)]
