@@ -7,6 +7,7 @@ attention matters to the logits.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -142,9 +143,14 @@ FAMILIES = tuple(_CONFIGS)
 
 def new_model(family: str) -> Any:
     """A model of its own for the caller, always with the same weights."""
+    return made(lambda: tf.AutoModelForCausalLM.from_config(_CONFIGS[family]()), seed=7)
+
+
+def made(build: Callable[[], Any], seed: int) -> Any:
+    """What `build` makes, with weights that follow from the seed and are large enough to matter to the logits."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(7)
-        model = tf.AutoModelForCausalLM.from_config(_CONFIGS[family]())
+        torch.manual_seed(seed)
+        model = build()
         for name, weight in model.named_parameters():
             with torch.no_grad():
                 if weight.ndim > 1:

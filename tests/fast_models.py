@@ -11,6 +11,7 @@ import torch
 import transformers as tf
 from torch import Tensor
 
+import families
 from eaglekit.core.tree import DraftTree, TreeShape
 from eaglekit.models.fast import FastTarget, fast_target
 from eaglekit.models.native import NativeBackend, native, why_not
@@ -64,19 +65,7 @@ KINDS = tuple(_CONFIGS)
 def new_model(kind: str, **changes: Any) -> Any:
     """A model of its own for the caller; its weights are large enough that everything matters to the logits."""
     cls, own = _CONFIGS[kind]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(3)
-        model = tf.AutoModelForCausalLM.from_config(cls(**{**_SIZES, **own, **changes}))
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if weight.ndim > 1:
-                    weight.mul_(5.0)
-                elif name.endswith("bias"):
-                    weight.normal_(0.0, 0.3)
-                else:
-                    weight.add_(torch.randn_like(weight) * 0.2)
-    model.generation_config.eos_token_id = None
-    return model.float().eval()
+    return families.made(lambda: tf.AutoModelForCausalLM.from_config(cls(**{**_SIZES, **own, **changes})), seed=3)
 
 
 @functools.cache

@@ -194,8 +194,8 @@ def test_a_head_keeps_its_own_precision_whatever_the_targets() -> None:
         for half, kind in ((False, 0), (True, 1)):
             model = DraftModel(new_head("bias", half), shared_target("llama", weights))
             assert model.packed is not None
-            assert model.packed[0].fc.struct.kind == kind
-            assert model.packed[0].readout.struct.kind == FORMATS.index(weights)
+            assert model.packed.head.fc.struct.kind == kind
+            assert model.packed.head.readout.struct.kind == FORMATS.index(weights)
 
 
 @EACH_FORMAT

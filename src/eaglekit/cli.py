@@ -689,12 +689,10 @@ def train(
 
 def _load_for_training(command: str, target: str | None, device: str, dtype: str) -> tuple[str | Path, HFTarget, Any]:
     """Name, stock target and tokenizer of what features are read from."""
-    from eaglekit.models import builtin, gguf_files
+    from eaglekit.api import locate
     from eaglekit.models.load import load_hf
 
-    path: str | Path = target or builtin.fetch()
-    if str(path).lower().endswith(".gguf"):
-        path = gguf_files.load_gguf(path)
+    path, _ = locate(target or None)
     loaded, tokenizer = load_hf(path, device=device, dtype=dtype)
     if tokenizer is None:
         raise InputError(f"{command}: {path} has no tokenizer, so text cannot be read; add its tokenizer files")

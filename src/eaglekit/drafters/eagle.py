@@ -21,7 +21,7 @@ from eaglekit.core.sampling import Law
 from eaglekit.core.tree import DraftTree, TreeShape
 from eaglekit.engine.drafter import Context, Observed
 from eaglekit.models.checkpoint import check_fit
-from eaglekit.models.draft import Drafted, DraftModel, Level, levels_of
+from eaglekit.models.draft import Drafted, DraftModel, levels_of
 from eaglekit.models.head import EagleHead
 from eaglekit.models.native import top
 from eaglekit.models.target import Target
@@ -67,6 +67,10 @@ class EagleDrafter:
         """Drafts in its tree."""
         return self.shape.num_draft_tokens
 
+    def deterministic(self, law: Law) -> bool:
+        """Whether drafts are the most probable tokens, rather than drawn."""
+        return law.greedy or not self.sampled
+
     def open(self, batch: int, max_length: int) -> EagleState:
         """A state for `batch` rows of at most `max_length` tokens."""
         return EagleState(self, batch, max_length)
@@ -80,7 +84,6 @@ class EagleState:
         self._head = drafter.model.open(batch, max_length)
         self._pending: list[Observed | None] = [None] * batch
         self._last: Drafted | None = None  # the head's output behind each row's last pair
-        self._levels: dict[tuple[int, ...], tuple[Level, ...]] = {}
 
     @torch.inference_mode()
     def propose(self, contexts: Sequence[Context], shape: TreeShape | None = None) -> list[DraftTree]:
@@ -89,16 +92,14 @@ class EagleState:
         if not shape.num_draft_tokens:
             return [DraftTree.root_only(c.ids[-1]) for c in contexts]
         self.read_pending()
-        grower, out = _Grower(self._drafter, shape, contexts), self._last
+        out, law = self._last, contexts[0].law
         assert out is not None
-        if len(contexts) == 1 and grower.deterministic(contexts[0].law) and not contexts[0].law.needs_prefix:
+        if len(contexts) == 1 and self._drafter.deterministic(law) and not law.needs_prefix:
             tokens = self._head.grow(shape, contexts[0].ids[-1], out)
             if tokens is not None:
                 return [DraftTree(tokens, shape)]
-        levels = self._levels.get(shape.parents)
-        if levels is None:
-            levels = self._levels[shape.parents] = levels_of(shape)
-        for level in levels:
+        grower = _Grower(self._drafter, shape, contexts)
+        for level in levels_of(shape):
             if level.depth > 0:
                 tokens = grower.tokens[:, level.nodes].clamp_min(0)
                 out = self._head.read_drafts(level, tokens, out.features[:, level.above])
@@ -154,10 +155,6 @@ class _Grower:
         self._laws: list[list[Tensor]] = [[] for _ in contexts]
         self._law_row: dict[int, int] = {}
 
-    def deterministic(self, law: Law) -> bool:
-        """Whether drafts are the most probable tokens, rather than drawn."""
-        return law.greedy or not self.drafter.sampled
-
     def grow(self, nodes: Sequence[int], logits: Tensor) -> None:
         """Choose the children of `nodes` from the head's logits [B, n, Vd] behind them."""
         known = len(self._law_row)
@@ -171,7 +168,7 @@ class _Grower:
             prefixes = None
             if law.needs_prefix:  # processors expect the whole vocabulary
                 prefixes, mine, ids = self._prefixes(row, nodes), self._over_all(mine, -math.inf), None
-            if self.deterministic(law):
+            if self.drafter.deterministic(law):
                 scores = law.scores(mine, prefixes)
                 chosen = top(scores, min(widest, scores.shape[-1]))
             else:

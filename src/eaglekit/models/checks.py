@@ -1,4 +1,4 @@
-"""What every `TargetState` checks before it computes or keeps anything: rows, room, paths, lengths."""
+"""What targets and their states check before they compute or keep anything, and what they say of it."""
 
 from __future__ import annotations
 
@@ -57,6 +57,32 @@ class RowChecks:
         for row, (new, old) in enumerate(zip(lengths, self._lengths, strict=True)):
             if not 0 <= new <= old:
                 raise InputError(f"truncate: row {row} holds {old} tokens, got {new}; expected 0 to {old}")
+
+
+def check_open(name: str, batch: int, max_length: int, layers: Sequence[int], last: int) -> None:
+    """Refuse what no state can be opened for; `last` is the highest id of a layer that `layers` may ask for."""
+    if batch < 1 or max_length < 1:
+        raise InputError(f"open: got batch {batch} and max_length {max_length}; expected at least 1 of each")
+    for layer in layers:
+        if not 0 <= layer <= last:
+            raise InputError(f"open: no layer {layer} in {name}; expected 0 (embeddings) to {last}")
+
+
+def check_vocabulary(name: str, ids: Tensor, size: int) -> None:
+    """Refuse `ids` (on the CPU) that have none of the `size` embeddings: devices report that badly, or not at all."""
+    if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
+        bad = next(i for i in ids.tolist() if not 0 <= i < size)
+        raise InputError(f"token id {bad}: expected 0 to {size - 1}, the vocabulary of {name}")
+
+
+def unused_weights(name: str, unused: Sequence[str]) -> tuple[str, ...]:
+    """What a user is told of tensors of a checkpoint that were not read; nothing if there are none."""
+    if not unused:
+        return ()
+    return (
+        f"{name}: {len(unused)} weights of the checkpoint are not used, {unused[0]} first; "
+        "is its config.json the right one?",
+    )
 
 
 def check_path(row: int, path: Sequence[int], tree: DraftTree | None) -> int:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from eaglekit.core.tree import TreeShape
 from eaglekit.errors import InputError
+from eaglekit.models.fast import FastTarget
 from eaglekit.models.head import EagleHead, HeadCache
 from eaglekit.models.native import MOST_TOP, GrowLevel, NativeGrower, NativeHead, NativeMatrix, native
 from eaglekit.models.stack import (
@@ -68,6 +69,7 @@ class Level:
         return path.astype(np.int32), np.concatenate([*rows, np.zeros(1)]).astype(np.int32)
 
 
+@lru_cache(maxsize=64)
 def levels_of(shape: TreeShape) -> tuple[Level, ...]:
     """The levels that have nodes with children, from the root's on."""
     found: list[Level] = []
@@ -157,7 +159,7 @@ class DraftModel:
         self.target = target
         self.vocab = head.draft_vocab
         readout = target.lm_head if self.vocab is None else target.lm_head_of(self.vocab)
-        self.packed = _pack(head, readout) if fast and target.info.device.type == "cpu" else None
+        self.packed = _pack(head, target, readout) if fast and isinstance(target, FastTarget) else None
         self._readout, self._dtype = readout, target.info.dtype
 
     def drafted(self, features: Tensor) -> Drafted:
@@ -230,15 +232,23 @@ class ModuleState:
         return [t[row, :, :length] for t in (*self._cache.keys, *self._cache.values)]
 
 
-def _pack(head: EagleHead, readout: Any) -> tuple[NativeHead, StackShape] | None:
+@dataclass(frozen=True)
+class _Packed:
+    """A head for compiled kernels, its layers' shape, and the target's embeddings [V, E]."""
+
+    head: NativeHead
+    shape: StackShape
+    table: Tensor
+
+
+def _pack(head: EagleHead, target: FastTarget, readout: Any) -> _Packed | None:
     """The head for compiled kernels; None where there are none, or they cannot compute it."""
     backend, c = native(), head.config
     shape = StackShape(
         c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_act,
         c.rms_norm_eps,
     )  # fmt: skip
-    matrix = getattr(readout, "matrix", None)  # a packed one's, see `FastTarget.lm_head_of`
-    if backend is None or shape.why_not() or c.embedding_size % 16 or not isinstance(matrix, NativeMatrix):
+    if backend is None or shape.why_not() or c.embedding_size % 16 or not isinstance(readout.matrix, NativeMatrix):
         return None
     tensors = [p.detach() for p in head.parameters()]
     weights: Weights = "fp16" if all(torch.equal(t.half().to(t.dtype), t) for t in tensors) else "fp32"
@@ -255,7 +265,8 @@ def _pack(head: EagleHead, readout: Any) -> tuple[NativeHead, StackShape] | None
     with torch.no_grad():
         stack = backend.stack(shape, map(layer, head.layers), weights, RotaryTables(head.inv_freq, head.rope_factor))
         bias = None if head.fc.bias is None else head.fc.bias.detach().float()
-        return NativeHead(backend.matrix(head.fc.weight, weights), bias, stack, matrix), shape
+        fc = backend.matrix(head.fc.weight, weights)
+        return _Packed(NativeHead(fc, bias, stack, readout.matrix), shape, target.embedding)
 
 
 class PackedState:
@@ -263,11 +274,10 @@ class PackedState:
 
     def __init__(self, model: DraftModel, batch: int, max_length: int) -> None:
         assert model.packed is not None
-        self._embed, (self._head, shape) = model.target.embed, model.packed
-        self._table: Tensor | None = getattr(model.target, "embedding", None)
+        self._embed, self._head, self._table = model.target.embed, model.packed.head, model.packed.table
         self._vocab, self._most = model.vocab, min(MOST_TOP, self._head.readout.shape[0])
         self._growers: dict[tuple[int, ...], NativeGrower] = {}
-        self._caches = Caches.allocate(model.head.config.num_hidden_layers, shape, batch, max_length)
+        self._caches = Caches.allocate(model.head.config.num_hidden_layers, model.packed.shape, batch, max_length)
         self._limit = max_length
         self.lengths = [0] * batch
 
@@ -304,7 +314,7 @@ class PackedState:
 
     def grow(self, shape: TreeShape, root: int, behind: Drafted) -> Tensor | None:
         """See `HeadState`."""
-        if len(self.lengths) != 1 or self._table is None or max(map(len, shape.children)) > self._most:
+        if len(self.lengths) != 1 or max(map(len, shape.children)) > self._most:
             return None
         grower = self._growers.get(shape.parents)
         if grower is None:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from eaglekit.core.tree import DraftTree
 from eaglekit.errors import InputError
-from eaglekit.models.checks import NO_TREE, RowChecks, check_path
+from eaglekit.models.checks import NO_TREE, RowChecks, check_open, check_path, check_vocabulary
 from eaglekit.models.defaults import GenerationDefaults
 from eaglekit.models.native import default_backend
 from eaglekit.models.stack import (
@@ -38,6 +38,7 @@ from eaglekit.models.stack import (
     chain,
     join,
 )
+from eaglekit.models.support import context_limit
 from eaglekit.models.target import TargetInfo, TargetOutput
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -154,7 +155,7 @@ class FastTarget:
             embedding_size=config.hidden_size,
             vocab_size=len(table),
             num_layers=config.num_hidden_layers,
-            max_length=_context_limit(config),
+            max_length=context_limit(config),
             dtype=torch.float32,
             device=torch.device("cpu"),
         )
@@ -174,13 +175,7 @@ class FastTarget:
         Raises:
             InputError: an argument is out of range.
         """
-        if batch < 1 or max_length < 1:
-            raise InputError(f"open: got batch {batch} and max_length {max_length}; expected at least 1 of each")
-        for layer in layers:
-            if not 0 <= layer <= self._info.num_layers:
-                raise InputError(
-                    f"open: no layer {layer} in {self._info.name}; expected 0 (embeddings) to {self._info.num_layers}"
-                )
+        check_open(self._info.name, batch, max_length, layers, self._info.num_layers)
         return FastState(self, batch, max_length, layers)
 
     def caches(self, batch: int, max_length: int) -> Caches:
@@ -214,20 +209,9 @@ class FastTarget:
             streams[self._info.num_layers] = x
         return self.backend.norm(x, self._norm, self._stack_shape.eps), streams
 
-    def note_unused(self, names: Sequence[str]) -> None:
-        """Remember to tell the user of tensors of the checkpoint that were not read."""
-        if names:
-            self.notes = (
-                f"{self._info.name}: {len(names)} weights of the checkpoint are not used, {names[0]} first; "
-                "is its config.json the right one?",
-            )
-
     def check_ids(self, ids: Tensor) -> None:
         """Raise InputError if one of `ids` has no embedding."""
-        size = self._info.vocab_size
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < size:
-            bad = next(i for i in ids.tolist() if not 0 <= i < size)
-            raise InputError(f"token id {bad}: expected 0 to {size - 1}, the vocabulary of {self._info.name}")
+        check_vocabulary(self._info.name, ids, self._info.vocab_size)
 
 
 class FastState(RowChecks):
@@ -427,12 +411,3 @@ def _rope(config: Any, dim: int) -> tuple[Tensor, float]:
 
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
     return frequencies, float(factor)
-
-
-def _context_limit(config: Any) -> int:
-    """Most tokens of a text; YaRN configurations may state the length before scaling."""
-    rope: Mapping[str, Any] = getattr(config, "rope_parameters", None) or {}
-    limit = int(config.max_position_embeddings)
-    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings") and rope.get("factor"):
-        limit = max(limit, int(rope["original_max_position_embeddings"] * rope["factor"]))
-    return limit

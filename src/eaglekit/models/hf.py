@@ -28,14 +28,13 @@ import torch
 from torch import Tensor, nn
 
 from eaglekit.core.tree import DraftTree, TreeShape
-from eaglekit.errors import InputError
 from eaglekit.models.cache import Placement, TreeCache, additive_mask
+from eaglekit.models.checks import check_open, check_vocabulary
 from eaglekit.models.defaults import GenerationDefaults
 from eaglekit.models.state import HFState
-from eaglekit.models.support import one_line, refuse_unsupported, unsupported
+from eaglekit.models.support import context_limit, one_line, refuse_unsupported, rope_settings, unsupported
 from eaglekit.models.target import TargetInfo
 
-_UNLIMITED = 2**31 - 1
 # What stock code raises when it is called in a way that its family does not know.
 _FAILURES = (TypeError, ValueError, RuntimeError, AttributeError, LookupError)
 
@@ -110,12 +109,8 @@ class HFTarget:
         Raises:
             InputError: an argument is out of range.
         """
-        if batch < 1 or max_length < 1:
-            raise InputError(f"open: got batch {batch} and max_length {max_length}; expected at least 1 of each")
         last = self._info.num_layers if self._blocks is not None else -1
-        for layer in layers:
-            if not 0 <= layer <= last:
-                raise InputError(f"open: no layer {layer} in {self._name}; expected 0 (embeddings) to {last}")
+        check_open(self._name, batch, max_length, layers, last)
         return HFState(self, batch, max_length, layers)
 
     def embed(self, ids: Tensor) -> Tensor:
@@ -138,9 +133,7 @@ class HFTarget:
 
     def check_ids(self, ids: Tensor) -> None:
         """Raise InputError if one of `ids` (on the CPU) has no embedding: devices report that badly, or not at all."""
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < self._num_ids:
-            bad = next(i for i in ids.tolist() if not 0 <= i < self._num_ids)
-            raise InputError(f"token id {bad}: expected 0 to {self._num_ids - 1}, the vocabulary of {self._name}")
+        check_vocabulary(self._name, ids, self._num_ids)
 
     def forward(
         self, inputs: Tensor, visible: Sequence[Tensor], cache: TreeCache, layers: Sequence[int]
@@ -245,7 +238,7 @@ class HFTarget:
             embedding_size=self._embedding(tokens).shape[-1],
             vocab_size=wanted.shape[-1],
             num_layers=int(self._config.num_hidden_layers),
-            max_length=_context_limit(self._config),
+            max_length=context_limit(self._config),
             dtype=features.dtype,
             device=features.device,
         )
@@ -320,31 +313,13 @@ def _scale(x: Tensor, factor: float | None, divide: bool, cap: float | None) -> 
     return x if cap is None else torch.tanh(x / cap) * cap
 
 
-def _rope_settings(config: Any) -> list[dict[str, Any]]:
-    """RoPE parameters: one dictionary, or one for each type of layer."""
-    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
-    return [v for v in rope.values() if isinstance(v, dict)] or [dict(rope)]
-
-
-def _context_limit(config: Any) -> int:
-    """Most tokens of a text; YaRN configurations may state the length before scaling."""
-    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
-    values = (getattr(config, name, None) for name in names)
-    limit = next((v for v in values if isinstance(v, int) and v > 0), _UNLIMITED)
-    for rope in _rope_settings(config):
-        original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-        if rope.get("rope_type") == "yarn" and original and factor:
-            limit = max(limit, int(original * factor))
-    return limit
-
-
 def _boundary(config: Any, name: str) -> int | None:
     """Positions after which LongRoPE changes its frequencies, if the context reaches further."""
     found = {
         int(rope.get("original_max_position_embeddings") or config.original_max_position_embeddings)
-        for rope in _rope_settings(config)
+        for rope in rope_settings(config)
         if rope.get("rope_type", rope.get("type")) in ("longrope", "su")
     }
     if len(found) > 1:
         raise unsupported(name, f"LongRoPE with several original lengths {sorted(found)}", "one length for all layers")
-    return next((b for b in found if b < _context_limit(config)), None)
+    return next((b for b in found if b < context_limit(config)), None)

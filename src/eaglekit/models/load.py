@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from eaglekit.errors import EaglekitError, InputError, TargetError
+from eaglekit.models.checks import unused_weights
 from eaglekit.models.fast import FastTarget, fast_target, why_not_fast
 from eaglekit.models.native import native
 from eaglekit.models.packed import pack_linears
@@ -90,7 +91,7 @@ def _load_fast(folder: Path, weights: Weights) -> tuple[FastTarget, Any] | None:
         return None  # the stock loader says what is wrong
     if not finite:
         return None
-    target.note_unused(sorted(set(names) - reader.read))
+    target.notes = unused_weights(source, sorted(set(names) - reader.read))
     with _quiet():
         return target, _load_tokenizer(source)
 
@@ -215,12 +216,7 @@ def load_hf(path_or_id: str | Path, *, device: str = "auto", dtype: str | torch.
         tokenizer = _load_tokenizer(source)
     model = model.requires_grad_(False).to(where)
     target = HFTarget(model, source)
-    unused = sorted(report["unexpected_keys"])
-    if unused:
-        target.notes = (
-            f"{source}: {len(unused)} weights of the checkpoint are not used, {unused[0]} first; "
-            "is its config.json the right one?",
-        )
+    target.notes = unused_weights(source, sorted(report["unexpected_keys"]))
     return target, tokenizer
 
 

@@ -1,4 +1,4 @@
-"""Which families can be a target, judged from the configuration alone, before any weights are read.
+"""What a configuration alone says, before any weights are read: which families can be a target, and how long a text.
 
 What a configuration cannot tell is proven by `HFTarget` when it is made.
 """
@@ -14,6 +14,7 @@ _STATE_KEYS = (
     "mamba_d_state", "ssm_state_size", "ssm_cfg", "state_size", "lru_width", "linear_conv_kernel_dim", "conv_L_cache",
     "conv_kernel", "conv_kernel_size", "xlstm_block_type", "n_recurrent_layers",
 )  # fmt: skip
+_UNLIMITED = 2**31 - 1
 
 
 def refuse_unsupported(config: Any, name: str, model_class: Any = None) -> None:
@@ -62,3 +63,21 @@ def one_line(error: object) -> str:
 def unsupported(name: str, got: str, expected: str, advice: str = "use another model") -> UnsupportedModelError:
     """The error that says why the model `name` is refused."""
     return UnsupportedModelError(f"{name}: cannot be a target: got {got}; expected {expected}; {advice}")
+
+
+def rope_settings(config: Any) -> list[dict[str, Any]]:
+    """RoPE parameters: one dictionary, or one for each type of layer."""
+    rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    return [v for v in rope.values() if isinstance(v, dict)] or [dict(rope)]
+
+
+def context_limit(config: Any) -> int:
+    """Most tokens of a text; YaRN configurations may state the length before scaling."""
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+    values = (getattr(config, name, None) for name in names)
+    limit = next((v for v in values if isinstance(v, int) and v > 0), _UNLIMITED)
+    for rope in rope_settings(config):
+        original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+        if rope.get("rope_type") == "yarn" and original and factor:
+            limit = max(limit, int(original * factor))
+    return limit
