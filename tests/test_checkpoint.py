@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +65,79 @@ def test_round_trip(tmp_path: Path, dtype: torch.dtype, changes: dict[str, Any])
         "format": 1, "method": "eagle", "embedding_size": head.config.embedding_size, "target": "tiny", "note": 1,
     }  # fmt: skip
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"inputs": "feature+token", "fc_bias": True}, {"inputs": "feature"}, {"inputs": "token"},
+    {"inputs": "token", "embedding_size": 64}, {"mlp": False}, {"mlp": False, "num_hidden_layers": 2},
+    {"input_norm": True}, {"inputs": "feature", "input_norm": True}, {"inputs": "token", "input_norm": True},
+    {"feature_layers": (1, 4)}, {"feature_layers": (0, 2, 3), "input_norm": True, "embedding_size": 8},
+    {"feature_layers": (1, 2), "inputs": "feature", "mlp": False},
+]  # fmt: skip
+EACH_VARIANT = pytest.mark.parametrize("changes", VARIANTS, ids=str)
+
+
+@EACH_VARIANT
+def test_variants_are_kept_in_our_format_and_refused_in_the_reference_s(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    head = build(**changes)
+    with torch.no_grad():
+        for number, parameter in enumerate(head.parameters()):
+            parameter.add_(0.01 * number)
+    save_head(head, tmp_path / "a", metadata={"target": "tiny"})
+    back = load_head(tmp_path / "a")
+    assert back.config == head.config
+    assert same(back, head.half())
+    own = read_config(tmp_path / "a")["eaglekit"]
+    kept = {k: list(v) if isinstance(v, tuple) else v for k, v in changes.items() if k in (
+        "inputs", "mlp", "input_norm", "feature_layers"
+    )}  # fmt: skip
+    size = head.config.embedding_size
+    assert own == {"format": 1, "method": "eagle", "embedding_size": size, **kept, "target": "tiny"}
+    with pytest.raises(HeadError, match=r"reference's format has no head with .*keep it in eaglekit's own") as caught:
+        save_reference(back, tmp_path / "b", torch.zeros(30, size))
+    assert all(name in str(caught.value) for name in kept) and not (tmp_path / "b").exists()
+
+
+@EACH_VARIANT
+def test_a_variant_under_another_s_configuration_is_not_read(tmp_path: Path, changes: dict[str, Any]) -> None:
+    """All variants but "feature+token" have tensors of their own."""
+    saved(tmp_path, **changes)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    dropped = {k: v for k, v in raw["eaglekit"].items() if k in ("format", "method", "embedding_size", "target")}
+    (tmp_path / "config.json").write_text(json.dumps({**raw, "eaglekit": dropped}))
+    if changes.get("inputs") == "feature+token":
+        assert load_head(tmp_path).config.inputs == "feature+shifted-token"
+        return
+    with pytest.raises(HeadError, match=r"not the head that its config\.json describes|an EAGLE-3 head") as caught:
+        load_head(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("inputs", "everything", "inputs is 'everything'"),
+        ("inputs", ["token"], "inputs is"),
+        ("mlp", "no", "mlp is 'no'; expected true or false"),
+        ("input_norm", 1, "input_norm is 1"),
+        ("feature_layers", [2, 1], "two or more ascending layer ids"),
+        ("feature_layers", 3, "two or more ascending layer ids"),
+        ("feature_layers", [[1], [2]], "two or more ascending layer ids"),
+        ("feature_layers", [1, 2], r"missing fuse.weight \[16, 32\]"),
+        ("input_norm", True, r"missing embed_layernorm.weight \[16\]; missing hidden_layernorm.weight \[16\]"),
+        ("mlp", False, r"unexpected layers.0.mlp.down_proj.weight \[16, 24\]"),
+        ("inputs", "feature", r"fc.weight is \[16, 32\], expected \[16, 16\]"),
+    ],
+)
+def test_variants_that_a_configuration_only_claims(tmp_path: Path, key: str, value: Any, words: str) -> None:
+    saved(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    raw["eaglekit"][key] = value
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(HeadError, match=words):
+        load_head(tmp_path)
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -206,6 +280,9 @@ def test_fit() -> None:
     other = TargetInfo("big", "llama", 32, 32, 31, 2, 64, torch.float32, torch.device("cpu"))
     with pytest.raises(HeadError, match="features 16 against 32; embeddings 16 against 32; vocabulary 30 against 31"):
         check_fit(CONFIG, other)
+    check_fit(build(feature_layers=(0, 2)).config, info)
+    with pytest.raises(HeadError, match=r"reads the streams \[1, 3\], but tiny has 2 layers, and so streams 0 to 2"):
+        check_fit(build(feature_layers=(1, 3)).config, info)
 
 
 def test_saving_replaces_a_head_and_an_unwritable_place_is_an_error(tmp_path: Path) -> None:
@@ -227,3 +304,11 @@ def test_a_draft_vocabulary_is_kept_and_checked(tmp_path: Path) -> None:
     for wrong in ([], [3, 0], [3, 3], [-1, 2], [4, 9], [0.0, 1.0], [[1, 2]]):
         with pytest.raises(HeadError, match="ascending token ids from 0 to 8"):
             tiny_head(TableTarget(vocab_size=9), 0, draft_vocab=wrong)
+
+
+def test_a_draft_vocabulary_of_another_head_is_found_out(tmp_path: Path) -> None:
+    for name, ids in (("a", [0, 3, 8]), ("b", [0, 4, 8])):
+        save_head(tiny_head(TableTarget(vocab_size=9), 0, draft_vocab=ids), tmp_path / name, metadata={})
+    shutil.copy(tmp_path / "b" / "model.safetensors", tmp_path / "a")
+    with pytest.raises(HeadError, match="its draft vocabulary is not the one"):
+        load_head(tmp_path / "a")

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import tiny
 from eaglekit import cli
 from eaglekit.cli import app
-from eaglekit.train.options import SynthesisOptions, TrainOptions
+from eaglekit.train.options import HeadOptions, SynthesisOptions, TrainOptions
 
 
 @pytest.fixture(scope="module")
@@ -311,7 +311,7 @@ def test_train_makes_a_head_that_generate_uses(where: list[str], tmp_path: Path)
 
 def test_defaults_of_train_are_those_of_the_library() -> None:
     given = inspect.signature(cli.train).parameters
-    own = {**vars(SynthesisOptions()), **vars(TrainOptions())}
+    own = {**vars(SynthesisOptions()), **vars(HeadOptions()), **vars(TrainOptions()), "step_weights": "1,0.8,0.64"}
     shared = own.keys() & given.keys()
     assert {"learning_rate", "linear_start", "max_new_tokens", "seed"} < shared
     assert {name: given[name].default for name in shared} == {name: own[name] for name in shared}

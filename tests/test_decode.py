@@ -13,7 +13,15 @@ from torch import Tensor
 
 from conftest import CONTEXT
 from eaglekit.api import Model
-from eaglekit.bench.lossless import fresh_logits, head_difference, probe, tiny_head
+from eaglekit.bench.lossless import (
+    deviation,
+    fresh_logits,
+    head_difference,
+    output_law,
+    plain_law,
+    probe,
+    tiny_head,
+)
 from eaglekit.core.random import GeneratorSource
 from eaglekit.core.sampling import Law, RepetitionPenalty, SamplingParams
 from eaglekit.core.stats import Stats
@@ -28,12 +36,28 @@ from eaglekit.models.draft import ModuleState
 from eaglekit.models.head import EagleHead
 from eaglekit.models.hf import HFTarget
 from eaglekit.models.state import HFState
+from eaglekit.testing import TableTarget
 
 GREEDY = Law(SamplingParams())
 WARM = Law(SamplingParams(temperature=0.8))
 PROMPT = [5, 17, 3, 42, 8, 23]
 BUSHY = TreeShape.from_choices([[0], [1], [2], [0, 0], [0, 1], [1, 0], [0, 0, 0], [1, 0, 0], [1, 0, 1]])
 TREES = {"paper": TreeShape.paper(), "chain:1": TreeShape.chain(1), "chain:5": TreeShape.chain(5), "bushy": BUSHY}
+# Heads of other inputs and layers; the target has two layers, and so streams 0 to 2.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "today's": {},
+    "feature+token": {"inputs": "feature+token"},
+    "feature": {"inputs": "feature"},
+    "token": {"inputs": "token"},
+    "half-layer": {"mlp": False},
+    "norms": {"input_norm": True, "fc_bias": True},
+    "fused": {"feature_layers": (0, 2)},
+    "fused+token-norms-two-layers": {
+        "feature_layers": (0, 1, 2), "inputs": "feature+token", "input_norm": True, "num_hidden_layers": 2,
+    },
+    "fused-feature-half-layer": {"feature_layers": (1, 2), "inputs": "feature", "mlp": False},
+}  # fmt: skip
+EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 EACH_TREE = pytest.mark.parametrize("shape", TREES.values(), ids=TREES.keys())
 
 
@@ -187,6 +211,44 @@ def test_past_the_head_s_trained_length_nothing_crashes_and_ids_are_exact(
         head.load_state_dict(random_head.state_dict())
         session = Session(target, EagleDrafter(head, target, BUSHY), CONTEXT)
         assert ids_of(answer(session, PROMPT, 60)) == expected
+
+
+@EACH_VARIANT
+def test_greedy_ids_equal_stepwise_argmax_for_every_variant_of_the_head(
+    target: HFTarget, next_logits: reference.NextLogits, variant: str
+) -> None:  # behaviour 1
+    drafter = EagleDrafter(tiny_head(target, 5, **VARIANTS[variant]), target, BUSHY)
+    session, prompt = Session(target, drafter, CONTEXT), list(PROMPT)
+    for _ in range(3):
+        got = ids_of(answer(session, prompt, 15))
+        assert got == oracle(next_logits, prompt, 15)
+        assert_pure(session)
+        prompt = [*prompt, *got[:9], 7]  # cut short, and gone on with
+
+
+@pytest.mark.parametrize("method", [{}, {"tree": "chain:2+lookup:6"}, {"tree": "paper", "temperature": 1.0, "seed": 1}])
+def test_every_method_gives_a_head_the_streams_that_it_reads(
+    target: HFTarget, next_logits: reference.NextLogits, method: dict[str, Any]
+) -> None:
+    model = Model.wrap(target, None, tiny_head(target, 5, feature_layers=(0, 2)))
+    got = model.generate(PROMPT, max_new_tokens=40, **method)
+    assert got.stats.drafted > 0
+    if "seed" not in method:
+        assert got.token_ids == oracle(next_logits, PROMPT, 40)
+
+
+@pytest.mark.parametrize("sampled", [True, False], ids=["drawn", "most probable"])
+@EACH_VARIANT
+def test_the_exact_law_of_the_output_is_the_target_s_for_every_variant_of_the_head(variant: str, sampled: bool) -> None:
+    changes = dict(VARIANTS[variant])
+    if "feature_layers" in changes:
+        changes["feature_layers"] = (0, 1)  # the target has one layer
+    table = TableTarget(vocab_size=3)
+    shape = TreeShape.from_choices([[0], [1], [0, 0], [1, 0]])
+    drafter = EagleDrafter(tiny_head(table, 0, **changes), table, shape, sampled=sampled)
+    ours, plain = output_law(table, drafter, [0, 1, 2], WARM, 2), plain_law(table.next_logits, [0, 1, 2], WARM, 2)
+    assert sum(ours.values()) == pytest.approx(1, abs=1e-6)
+    assert deviation(ours, plain) < 1e-5
 
 
 # --- length
@@ -544,9 +606,11 @@ def test_same_seed_same_ids_and_other_seeds_others(target: HFTarget, head: Eagle
     assert len({tuple(r) for r in first}) == 4
 
 
-def observed(count: int, seed: int, width: int = 32) -> Observed:
+def observed(count: int, seed: int, width: int = 32, layers: Sequence[int] = ()) -> Observed:
     generator = torch.Generator().manual_seed(seed)
-    return Observed(torch.randint(64, (count,), generator=generator), torch.randn(count, width, generator=generator))
+    tokens = torch.randint(64, (count,), generator=generator)
+    features = torch.randn(count, width, generator=generator)
+    return Observed(tokens, features, {k: torch.randn(count, width, generator=generator) for k in layers})
 
 
 @pytest.mark.parametrize("sampled", [True, False], ids=["drawn", "most probable"])
@@ -589,38 +653,61 @@ def test_a_row_s_draft_does_not_depend_on_its_neighbours(
                     assert all(x[a.tokens[c]] > 0 for c in children)
 
 
-@pytest.mark.parametrize("shape", [BUSHY, TreeShape.paper(), TreeShape.chain(4)], ids=["bushy", "paper", "chain"])
+@pytest.mark.parametrize(
+    ("variant", "shape"),
+    [("today's", TreeShape.paper()), ("today's", TreeShape.chain(4)), *((variant, BUSHY) for variant in VARIANTS)],
+    ids=lambda x: x if isinstance(x, str) else str(x.num_draft_tokens),
+)
 def test_each_draft_law_is_what_the_head_gives_for_the_node_s_own_path(
-    target: HFTarget, head: EagleHead, shape: TreeShape
+    target: HFTarget, variant: str, shape: TreeShape
 ) -> None:  # behaviours 6 and 21
-    """By one pass without a cache per path: a draft is the pair of its parent's predicted feature and its token."""
+    """By one pass without a cache per path: a draft is the pair of its parent's predicted feature and its token, or, as
+    the variant has it, its parent's token."""
+    head = tiny_head(target, 1, **VARIANTS[variant]).requires_grad_(False)
     state = EagleDrafter(head, target, shape).open(2, 64)
-    reads = [[observed(6, 1), observed(2, 2)], [observed(3, 3), observed(1, 4)]]
+    layers = (2, 1, 0)  # more than any head reads, and not in the order in which it reads them
+    reads = [[observed(n, 10 * row + i, layers=layers) for i, n in enumerate(counts)]
+             for row, counts in enumerate([(6, 2, 1, 3), (3, 3, 4, 1)])]  # fmt: skip
+    texts: list[Observed] = []
     trees: list[DraftTree] = []
-    for round_ in range(2):
-        state.commit([row[round_] for row in reads])
-        contexts = [Context([1, *row[round_].tokens.tolist()], WARM, GeneratorSource.seeded(7), 9) for row in reads]
+    for round_ in range(4):
+        new = [row[round_] for row in reads]
+        if round_ == 2:  # parts of what was read, and of what was not, are forgotten
+            lengths = [5, 4]
+            state.truncate(lengths)
+            texts = [text.part(0, n) for text, n in zip(texts, lengths, strict=True)]
+        state.commit(new)
+        texts = [text.then(more) for text, more in zip(texts, new, strict=True)] if texts else new
+        if round_ == 1:
+            continue  # committed in parts, read in one
+        contexts = [Context([1, *text.tokens.tolist()], WARM, GeneratorSource.seeded(7), 9) for text in texts]
         trees = state.propose(contexts)
+        for text, tree in zip(texts, trees, strict=True):
+            check_laws(target, head, text, tree)
+
+
+def check_laws(target: HFTarget, head: EagleHead, text: Observed, tree: DraftTree) -> None:
+    """Each node's law against the head's, by a full pass over the pairs that lead to it."""
+    ids, weights = head.config.feature_layers, head.state_dict()
 
     def predicted(tokens: Tensor, features: Tensor) -> Tensor:
-        positions = torch.arange(len(tokens))[None]
-        with torch.no_grad():
-            return head(target.embed(tokens)[None], features[None], positions)[0, -1]
+        embeddings = target.embed(tokens).detach()
+        if head.config.inputs == "feature+token":
+            embeddings = torch.cat((torch.zeros_like(embeddings[:1]), embeddings[:-1]))
+        return head(embeddings[None], features[None], torch.arange(len(tokens))[None])[0, -1]
 
-    for row, tree in enumerate(trees):
-        for node, children in enumerate(shape.children):
-            if not children:
-                continue
-            tokens = torch.cat([o.tokens for o in reads[row]])
-            features = torch.cat([o.features for o in reads[row]])
-            for draft in shape.path(node)[1:]:
-                features = torch.cat((features, predicted(tokens, features)[None]))
-                tokens = torch.cat((tokens, tree.tokens[draft][None]))
-            with torch.no_grad():
-                wanted = WARM.probs(target.lm_head(predicted(tokens, features)[None]))[0]
-            law = tree.law_of_children(node)
-            assert law is not None
-            torch.testing.assert_close(law, wanted, atol=1e-4, rtol=0)
+    true = torch.cat([text.layers[k] for k in ids], -1) @ weights["fuse.weight"].T if ids else text.features
+    for node, children in enumerate(tree.shape.children):
+        if not children:
+            continue
+        tokens, features = text.tokens, true
+        for draft in tree.shape.path(node)[1:]:
+            features = torch.cat((features, predicted(tokens, features)[None]))
+            tokens = torch.cat((tokens, tree.tokens[draft][None]))
+        wanted = WARM.probs(target.lm_head(predicted(tokens, features)[None]).detach())[0]
+        law = tree.law_of_children(node)
+        assert law is not None
+        torch.testing.assert_close(law, wanted, atol=1e-4, rtol=0)
 
 
 def test_drafting_draws_from_the_request_s_source_and_greedy_decoding_draws_nothing(

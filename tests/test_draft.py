@@ -68,6 +68,10 @@ HEADS: dict[str, tuple[dict[str, Any], list[int] | None]] = {
         },
         PART,
     ),
+    "half-layer": ({"mlp": False}, None),
+    "wide-four-layers": ({"num_hidden_layers": 4, "intermediate_size": 224}, None),
+    "fused": ({"feature_layers": (0, 1, 3)}, None),
+    "fused-half-layer-bias": ({"feature_layers": (1, 2), "mlp": False, "fc_bias": True}, None),
 }
 EACH_HEAD = pytest.mark.parametrize("kind", HEADS)
 
@@ -107,8 +111,13 @@ def states(
     return packed, module
 
 
-def some_pairs(g: torch.Generator, count: int) -> Pairs:
-    return torch.tensor(random_ids(g, count)), torch.randn(count, 64, generator=g)
+def some_pairs(g: torch.Generator, count: int, width: int = 64) -> Pairs:
+    return torch.tensor(random_ids(g, count)), torch.randn(count, width, generator=g)
+
+
+def pairs_for(kind: str, g: torch.Generator, count: int) -> Pairs:
+    """As wide as the head reads them."""
+    return some_pairs(g, count, new_head(kind).config.feature_width)
 
 
 def assert_agree(got: Drafted, wanted: Drafted, tolerance: float = 1e-4) -> None:
@@ -141,7 +150,7 @@ def read_levels(
 def test_packed_and_module_agree(kind: str, half: bool) -> None:
     g, both = seeded(0), states(kind, half)
     for count, shape in ((65, PAPER), (1, BUSHY), (4, TreeShape.chain(6)), (7, TreeShape((-1, 0, 0, 0)))):
-        pairs = some_pairs(g, count)
+        pairs = pairs_for(kind, g, count)
         packed, module = (state.read([pairs]) for state in both)
         assert packed.features.shape == (1, 1, 64)
         assert packed.logits.shape == (1, 1, VOCAB if HEADS[kind][1] is None else len(PART))
@@ -160,7 +169,7 @@ def test_rows_of_unequal_length_agree_and_equal_each_alone(kind: str) -> None:
     alone = [states(kind)[0] for _ in range(3)]
     behind: list[Drafted] = []
     for counts in ((9, 66, 1), (0, 3, 2), (5, 1, 0), (1, 2, 3)):
-        pairs = [some_pairs(g, n) if n else None for n in counts]
+        pairs = [pairs_for(kind, g, n) if n else None for n in counts]
         behind = [state.read(pairs) for state in both]
         assert_agree(*behind)
         for row, pair in enumerate(pairs):
@@ -211,7 +220,11 @@ def test_a_head_over_targets_of_each_format_agrees(weights: Weights) -> None:
 def test_heads_that_kernels_cannot_compute_stay_modules() -> None:
     compiled()
     target = shared_target("llama")
-    for changes in ({"head_dim": 16}, {"hidden_act": "relu"}, {"intermediate_size": 40}):
+    others: tuple[dict[str, Any], ...] = (
+        {"head_dim": 16}, {"hidden_act": "relu"}, {"intermediate_size": 40}, {"inputs": "feature+token"},
+        {"inputs": "feature"}, {"inputs": "token"}, {"input_norm": True},
+    )  # fmt: skip
+    for changes in others:
         values = {**vars(new_head("one-layer").config), **changes}
         model = DraftModel(EagleHead(HeadConfig(**values)), target)
         assert model.packed is None and isinstance(model.open(1, 9), ModuleState)
@@ -226,7 +239,7 @@ def test_heads_that_kernels_cannot_compute_stay_modules() -> None:
 @EACH_HEAD
 def test_truncate_then_read_again(kind: str) -> None:
     g, both = seeded(4), states(kind)
-    kept, dropped, new = some_pairs(g, 40), some_pairs(g, 30), some_pairs(g, 5)
+    kept, dropped, new = pairs_for(kind, g, 40), pairs_for(kind, g, 30), pairs_for(kind, g, 5)
     fresh = states(kind)[0]
     fresh.read([kept])
     wanted = fresh.read([new])
@@ -291,7 +304,7 @@ def test_growing_at_once_gives_the_tokens_of_growing_level_by_level(kind: str, w
     g, (packed, module) = seeded(6), states(kind, half=weights == "fp16", weights=weights)
     vocab, root = new_head(kind).draft_vocab, 5
     for shape in (*_SHAPES, *_SHAPES[::-1]):
-        pairs = some_pairs(g, 1 + int(torch.randint(3, (), generator=g)))
+        pairs = pairs_for(kind, g, 1 + int(torch.randint(3, (), generator=g)))
         behind, other = packed.read([pairs]), module.read([pairs])
         before = packed.committed(0)
         tokens = packed.grow(shape, root, behind)
@@ -454,7 +467,7 @@ def answers(model: Model, tree: str | TreeShape, prompts: Sequence[list[int]], *
 
 @EACH_FORMAT
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("head", ["two-layers-bias-vocabulary-yarn", "one-layer"])
+@pytest.mark.parametrize("head", ["two-layers-bias-vocabulary-yarn", "one-layer", "fused-half-layer-bias"])
 def test_greedy_ids_are_those_of_plain_decoding(head: str, kind: str, weights: Weights) -> None:
     g, model = seeded(14), Model.wrap(shared_target(kind, weights), None, new_head(head))
     prompts = [random_ids(g, n) for n in (1, 60)]
@@ -465,6 +478,24 @@ def test_greedy_ids_are_those_of_plain_decoding(head: str, kind: str, weights: W
     assert all(len(set(ids)) > 3 for ids in wanted)
     for tree in ("paper", BUSHY):
         assert answers(model, tree, prompts, repetition_penalty=1.3) == wanted
+
+
+@EACH_FORMAT
+@pytest.mark.parametrize(
+    "changes",
+    [{"inputs": "feature+token"}, {"inputs": "feature"}, {"inputs": "token"}, {"input_norm": True},
+     {"feature_layers": (0, 1, 3), "input_norm": True, "inputs": "feature+token"}, {"feature_layers": (1, 2)}],
+    ids=str,
+)  # fmt: skip
+def test_greedy_ids_of_variants_are_those_of_plain_decoding(changes: dict[str, Any], weights: Weights) -> None:
+    """In their modules, but for the last one; the target is the fast one."""
+    g, target = seeded(24), shared_target("llama", weights)
+    head = tiny_head(target, 3, **changes, **({} if changes.get("input_norm") else {"draft_vocab": PART}))
+    model, prompts = Model.wrap(target, None, head), [random_ids(g, n) for n in (1, 40)]
+    wanted = answers(model, "paper", prompts, method="plain")
+    for tree in ("paper", BUSHY, "chain:3+lookup:4"):
+        assert answers(model, tree, prompts) == wanted
+    assert [model.generate(p, max_new_tokens=30).token_ids for p in prompts] == wanted
 
 
 def test_greedy_ids_in_float32_are_those_of_the_stock_model() -> None:
@@ -533,11 +564,12 @@ def test_a_session_goes_on_as_a_fresh_one_would() -> None:
 
 
 @EACH_FORMAT
-def test_the_heads_caches_after_rounds_are_those_of_a_fresh_reading(weights: Weights) -> None:
+@pytest.mark.parametrize("kind", ["two-layers", "fused"])
+def test_the_heads_caches_after_rounds_are_those_of_a_fresh_reading(kind: str, weights: Weights) -> None:
     compiled()
 
     target = shared_target("qwen3", weights)
-    drafter = EagleDrafter(new_head("two-layers"), target, BUSHY)
+    drafter = EagleDrafter(new_head(kind), target, BUSHY)
     session = Session(target, drafter, CONTEXT)
     stopper = Stopper(max_new_tokens=50, eos_ids=(), stop=(), decode=None)
     for _ in session.generate(
@@ -546,7 +578,8 @@ def test_the_heads_caches_after_rounds_are_those_of_a_fresh_reading(weights: Wei
     ):  # fmt: skip
         pass
     ids = session.ids
-    features = target.open(1, CONTEXT).prefill([torch.tensor(ids[:-1])]).features[0]
+    out = target.open(1, CONTEXT, drafter.layers).prefill([torch.tensor(ids[:-1])])
+    features = torch.cat([out.layers[k][0] for k in drafter.layers], -1) if drafter.layers else out.features[0]
     state = session.drafter_state
     state.read_pending()
     fresh = drafter.model.open(1, CONTEXT)
@@ -587,6 +620,20 @@ def test_many_rows_read_and_step_as_each_alone(kind: str, weights: Weights, monk
     start([5, 1, 0])
     for slots in ([0, 1, 2, 3, 5], [5, 0, 1], [2]):
         step(slots)
+
+
+@EACH_FORMAT
+def test_many_rows_give_the_streams_behind_the_features_in_ascending_order(
+    weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled()
+    monkeypatch.setattr(rows_module, "_GROUP_TOKENS", 50)
+    g, target = seeded(23), shared_target("llama", weights)
+    texts = [random_ids(g, n) for n in (40, 20, 7)]
+    read = FastRows(target, 3, 60).read(texts, [2, 0, 1], layers=(3, 0, 2))
+    for ids, got in zip(texts, read, strict=True):
+        out = target.open(1, 60, (0, 2, 3)).prefill([torch.tensor(ids)])
+        assert torch.equal(got, torch.cat([out.features, *(out.layers[k] for k in (0, 2, 3))], -1)[0])
 
 
 def test_many_rows_over_the_portable_backend_stay_close() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from eaglekit.errors import HeadError, InputError
-from eaglekit.models.head import EagleHead, HeadCache, HeadConfig, rope_frequencies
+from eaglekit.models.head import EagleHead, HeadCache, HeadConfig, fused_layers, head_options, rope_frequencies
 from families import FAMILIES, shared_model
 
 CONFIG = HeadConfig(
@@ -53,7 +55,13 @@ def transcription(head: EagleHead, embeddings: Tensor, features: Tensor) -> Tens
             out[i + half] = b * angle.cos() + a * angle.sin()
         return out
 
-    x = torch.cat((embeddings, features), -1) @ w["fc.weight"].T
+    if features.shape[-1] > c.hidden_size:
+        features = features @ w["fuse.weight"].T
+    if c.input_norm:
+        embeddings = norm(embeddings, w["embed_layernorm.weight"]) if c.inputs != "feature" else embeddings
+        features = norm(features, w["hidden_layernorm.weight"]) if c.inputs != "token" else features
+    both = torch.cat((embeddings, features), -1)
+    x = {"feature": features, "token": embeddings}.get(c.inputs, both) @ w["fc.weight"].T
     if c.fc_bias:
         x = x + w["fc.bias"]
     for layer in range(c.num_hidden_layers):
@@ -71,6 +79,8 @@ def transcription(head: EagleHead, embeddings: Tensor, features: Tensor) -> Tens
                 heads.append(scores.softmax(0) @ v[: i + 1, shared])
             rows.append(torch.cat(heads))
         x = x + torch.stack(rows) @ w[name + "self_attn.o_proj.weight"].T
+        if not c.mlp:
+            continue
         y = norm(x, w[name + "post_attention_layernorm.weight"])
         y = F.silu(y @ w[name + "mlp.gate_proj.weight"].T) * (y @ w[name + "mlp.up_proj.weight"].T)
         x = x + y @ w[name + "mlp.down_proj.weight"].T
@@ -83,6 +93,128 @@ def test_equals_the_definition(layers: int, bias: bool) -> None:
     head = build(num_hidden_layers=layers, fc_bias=bias)
     e, f, positions = inputs(1, 6)
     torch.testing.assert_close(head(e, f, positions)[0], transcription(head, e[0], f[0]), rtol=1e-4, atol=1e-4)
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {"inputs": "feature+token"}, {"inputs": "feature"}, {"inputs": "token"}, {"mlp": False}, {"input_norm": True},
+    {"inputs": "feature", "input_norm": True}, {"inputs": "token", "input_norm": True, "num_hidden_layers": 3},
+    {"feature_layers": (1, 4)}, {"feature_layers": (0, 2, 3), "input_norm": True, "mlp": False, "num_hidden_layers": 2},
+    {"feature_layers": (0, 1, 2), "inputs": "feature", "input_norm": True},
+]  # fmt: skip
+EACH_VARIANT = pytest.mark.parametrize("changes", VARIANTS, ids=str)
+
+
+@EACH_VARIANT
+def test_variants_equal_the_definition(changes: dict[str, Any]) -> None:
+    head = build(**changes)
+    e, f, positions = inputs(1, 6)
+    streams = torch.randn(1, 6, head.config.feature_width, generator=torch.Generator().manual_seed(9))
+    for given in (f, streams) if head.config.feature_layers else (f,):  # predictions too are fed back
+        torch.testing.assert_close(head(e, given, positions)[0], transcription(head, e[0], given[0]),
+                                   rtol=1e-4, atol=1e-4)  # fmt: skip
+        x = head.fc_input(e, given)
+        assert x.shape == (1, 6, head.config.fc_width) == (1, 6, head.fc.in_features)
+        assert torch.equal(head.combine(e, given), head.fc(x))
+    assert head.shifted == (changes.get("inputs") != "feature+token")
+    assert not any(torch.isnan(p).any() for p in head.parameters())
+
+
+def test_a_new_default_head_draws_its_matrices_in_the_order_of_their_names() -> None:
+    """Training from a seed depends on it."""
+    g, state = torch.Generator().manual_seed(7), EagleHead(CONFIG, torch.Generator().manual_seed(7)).state_dict()
+    for name in ("fc", *(f"layers.0.{n}_proj" for n in (
+        "self_attn.q", "self_attn.k", "self_attn.v", "self_attn.o", "mlp.gate", "mlp.up", "mlp.down"
+    ))):  # fmt: skip
+        got = state[f"{name}.weight"]
+        wanted = torch.empty(got.shape).normal_(0.0, 0.02, generator=g)
+        part = slice(0, CONFIG.embedding_size if name == "fc" else None)
+        assert torch.equal(got[:, part], wanted[:, part]), name
+
+
+def test_new_variants_start_at_the_feature_or_at_the_last_stream() -> None:
+    for changes in VARIANTS:
+        head = EagleHead(replace(CONFIG, **changes))
+        if head.config.reads_features:
+            assert torch.equal(head.fc.weight[:, -24:], torch.eye(24))
+        if head.fuse is not None:
+            streams = torch.randn(3, head.config.feature_width)
+            assert torch.equal(head.fuse(streams), streams[:, -24:])
+        norms = [p for n, p in head.named_parameters() if "norm" in n]
+        assert all(bool((p == 1).all()) for p in norms)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"inputs": "tokens"},
+            r"inputs is 'tokens'; expected one of feature\+shifted-token, feature\+token, feature, t",
+        ),
+        ({"mlp": 1}, "mlp is 1; expected true or false"),
+        ({"input_norm": "yes"}, "input_norm is 'yes'; expected true or false"),
+        ({"feature_layers": (3,)}, r"feature_layers is \(3,\); expected two or more ascending layer ids, or none"),
+        ({"feature_layers": (3, 3)}, "two or more ascending"),
+        ({"feature_layers": (3, 1)}, "two or more ascending"),
+        ({"feature_layers": (-1, 1)}, "two or more ascending"),
+        ({"feature_layers": (1.0, 2)}, "two or more ascending"),
+        ({"feature_layers": "12"}, "two or more ascending"),
+        ({"feature_layers": (1, 2), "inputs": "token"}, "inputs 'token', which has no feature"),
+    ],
+)
+def test_variants_that_cannot_be_are_refused(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(HeadError, match=words):
+        replace(CONFIG, **changes)
+
+
+def options(**typed: Any) -> dict[str, Any]:
+    return head_options(num_target_layers=30, intermediate_size=1536, **typed)
+
+
+def test_what_is_typed_becomes_overrides() -> None:
+    plain = replace(CONFIG, intermediate_size=1536, fc_bias=False)
+    assert replace(plain, **options()) == plain
+    assert replace(plain, **options(layers=4, bias=True)) == replace(plain, num_hidden_layers=4, fc_bias=True)
+    half = replace(plain, **options(layers=0.5))
+    assert (half.num_hidden_layers, half.mlp) == (1, False)
+    widths = {0.5: 768, 2: 3072, 0.33: 512, 0.001: 16}
+    assert {w: options(mlp_width=w)["intermediate_size"] for w in widths} == widths
+    assert head_options(num_target_layers=2, intermediate_size=100)["intermediate_size"] == 100  # as it is
+    fused = options(features="fused", inputs="feature+token", input_norm=True)
+    assert replace(plain, **fused) == replace(
+        plain, feature_layers=(2, 15, 27), inputs="feature+token", input_norm=True
+    )
+
+
+def test_fused_layers_of_targets_of_every_depth() -> None:
+    assert fused_layers(32) == (2, 16, 29) and fused_layers(8) == (2, 4, 5) and fused_layers(7) == (2, 3, 4)
+    for n in range(1, 40):
+        ids = fused_layers(n)
+        assert 2 <= len(ids) <= 3 and ids[-1] <= n
+        replace(CONFIG, feature_layers=ids)  # ascending
+    with pytest.raises(InputError, match="target of 0 layers; expected at least 1"):
+        fused_layers(0)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ({"layers": 0}, "layers: got 0; expected 0.5"),
+        ({"layers": 1.5}, "layers: got 1.5; expected 0.5"),
+        ({"layers": 129}, "layers: got 129;"),
+        ({"layers": float("nan")}, "layers: got nan;"),
+        ({"layers": float("inf")}, "layers: got inf;"),
+        ({"mlp_width": 0}, "MLP width: got 0; expected a factor above 0"),
+        ({"mlp_width": float("nan")}, "MLP width: got nan"),
+        ({"mlp_width": 2, "layers": 0.5}, "width 2 with 0.5 layers"),
+        ({"inputs": "embeddings"}, "inputs: got 'embeddings'; expected one of feature"),
+        ({"features": "all"}, "features: got 'all'; expected last or fused"),
+        ({"features": "fused", "inputs": "token"}, "'fused' with inputs 'token'"),
+    ],
+)
+def test_options_that_cannot_be_are_named(typed: dict[str, Any], words: str) -> None:
+    with pytest.raises(InputError, match=words) as caught:
+        options(**typed)
+    assert "\n" not in str(caught.value)
 
 
 def test_parameter_names_and_shapes() -> None:

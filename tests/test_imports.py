@@ -31,7 +31,9 @@ ALLOWED: dict[str, set[str]] = {
     "train": {*BELOW, "package"},
     "bench": {*BELOW, "package"},
     "serve": {*BELOW, "package"},
-    "cli": {*BELOW, "package", "train", "bench", "serve"},
+    "cli": {*BELOW, "package", "train", "bench", "serve", "cli_study", "cli_train"},
+    "cli_study": {*BELOW, "package", "train", "bench", "cli"},
+    "cli_train": {*BELOW, "package", "train", "bench", "cli"},
 }
 # Layers that must work without anything but torch and the standard library.
 PURE = {

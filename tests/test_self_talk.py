@@ -116,7 +116,7 @@ def test_dialogues_are_the_templates_and_the_targets(tmp_path: Path, fast: bool)
         assert all(m["content"].strip() for m in t.messages)
         start, end = dialogue.spans[-1]
         assert end == len(dialogue.ids) and dialogue.ids[:start] == encode_prompt(tok, t.messages[:-1])
-        whole = encode_dialogue(tok, t.messages, 200)
+        whole = encode_dialogue(tok, t.messages)
         assert whole is not None and [a for a, _ in whole.spans] == [a for a, _ in dialogue.spans]
         assert whole.spans[:-1] == dialogue.spans[:-1]
         assert dialogue.greedy == (t.number % 2 == 0)

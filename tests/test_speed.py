@@ -22,7 +22,7 @@ from typer.testing import CliRunner
 
 import tiny
 from eaglekit.api import Model
-from eaglekit.bench import passes, plots, rates, rivals, speed, start
+from eaglekit.bench import passes, plots, rates, rivals, speed, start, training
 from eaglekit.bench.lossless import tiny_head
 from eaglekit.bench.scripted import ScriptedDrafter, expected_tau, tau_variance
 from eaglekit.bench.speed import Setup, SpeedOptions
@@ -291,12 +291,20 @@ def test_a_fresh_process_says_when_and_how_large(setup: Setup) -> None:
         assert memory["peak"] >= memory["now"] >= memory["anonymous"] > 0 and memory["over_held"] is not None
 
 
+def test_training_is_measured_in_a_process_of_its_own(setup: Setup) -> None:
+    data = training.measure(setup.target, steps=1)
+    assert data["steps"] >= 1 and data["tokens"] > 1000
+    assert data["tokens_per_second"] > 0 and data["features_tokens_per_second"] > 0
+    assert data["peak_memory_mb"] >= data["peak_memory_mb_before"] > 100
+    assert "training, tokens/s" in table({"settings": {"weights": ["int8"]}, "sections": {"train": data}})
+
+
 @pytest.mark.parametrize(
     "program", ["raise SystemExit('no such thing')", "print('no JSON'); raise ValueError('no such thing')"]
 )
 def test_a_process_that_fails_is_one_line(program: str) -> None:
     with pytest.raises(InputError, match=r"start: a process ended with 1: .*no such thing$"):
-        start._process("start", program)
+        start.run_program("start", program)
 
 
 def test_held_bytes_are_counted_once_and_caches_apart(setup: Setup) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -12,8 +13,8 @@ from typing import Any
 import pytest
 
 from eaglekit.errors import DataError
-from eaglekit.train.dataset import TrainingText, encode_dialogue, encode_prompt, read_training_text
-from eaglekit.train.forms import read_rows
+from eaglekit.train.dataset import TrainingText, cut_dialogue, encode_dialogue, encode_prompt, read_training_text
+from eaglekit.train.forms import is_dataset, read_rows
 from tiny import tokenizer
 
 ASK, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
@@ -138,6 +139,108 @@ def test_real_parquet(tmp_path: Path) -> None:
         list(read_rows(tmp_path / "a.parquet"))
 
 
+# --- datasets
+
+
+class FakeLibrary:
+    """Stands in for the datasets library: a dataset of two columns, or an error."""
+
+    def __init__(self, rows: list[dict[str, Any]] | Exception) -> None:
+        self.rows, self.asked = rows, list[Any]()
+
+    def load_dataset(self, name: str, config: str | None, *, split: str) -> FakeLibrary:
+        self.asked.append((name, config, split))
+        if isinstance(self.rows, Exception):
+            raise self.rows
+        return self
+
+    @property
+    def column_names(self) -> list[str]:
+        assert isinstance(self.rows, list)
+        return list(self.rows[0])
+
+    def select_columns(self, names: list[str]) -> list[dict[str, Any]]:
+        assert isinstance(self.rows, list)
+        return [{name: row[name] for name in names} for row in self.rows]
+
+
+def fake(monkeypatch: pytest.MonkeyPatch, rows: Any) -> FakeLibrary:
+    library = FakeLibrary(rows)
+    monkeypatch.setitem(sys.modules, "datasets", library)  # type: ignore[arg-type]
+    return library
+
+
+def test_a_name_of_the_hub_is_told_from_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "file").touch()
+    names = ["org/file", "org/data.jsonl", "org/d.parquet", "data", "a/b/c", "/a/b", "org/a b", "", "../x", "org:test"]
+    assert [n for n in names if is_dataset(Path(n))] == ["", "org:test"]  # folders
+    names = ["org/name", "o-r.g/name-v1.5_x", "org/name:test", "org/name:all:test", "org"]
+    assert [n for n in names if not is_dataset(Path(n))] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "shown"),
+    [
+        ("org/name", ("org/name", None, "train"), "org/name:train"),
+        ("org/name:test[:5%]", ("org/name", None, "test[:5%]"), "org/name:test[:5%]"),
+        ("org/name:test", ("org/name", None, "test"), "org/name:test"),
+        ("org/name:all:test", ("org/name", "all", "test"), "org/name:all:test"),
+    ],
+)
+def test_a_datasets_rows_have_the_same_forms(
+    name: str, asked: Any, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library = fake(monkeypatch, [{"id": 3, "messages": TALK}, {"id": 4, "messages": []}, {"id": 5, "messages": [ASK]}])
+    rows = read_rows(Path(name))
+    assert next(rows) == TALK
+    with pytest.raises(DataError, match=rf"^{re.escape(shown)}:2: expected 'messages' to be a list"):
+        next(rows)
+    bad: list[DataError] = []
+    assert list(read_rows(Path(name), bad.append)) == [TALK, [ASK]]
+    assert len(bad) == 1 and library.asked == [asked] * 2
+
+
+def test_a_dataset_that_cannot_be_read_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = type("DatasetGenerationError", (Exception,), {})("see above")
+    broken.__cause__ = ValueError("row 7\nis torn")
+    cases: list[tuple[Any, str]] = [
+        (ConnectionError("no route"), r"\(ConnectionError: no route\); .*the hub cannot be reached"),
+        (FileNotFoundError("no such dataset"), "no such dataset.*expected a file, a folder of"),
+        (ValueError("Unknown split 'train'."), "Unknown split.*expected org/name, org/name:split"),
+        (broken, r"\(ValueError: row 7 is torn\)"),
+        ([{"foo": 1}], "expected a column of turns, messages, conversations, text; got foo"),
+        (None, "no such file, and a dataset cannot be read without.*pip install datasets"),
+    ]
+    for rows, said in cases:
+        if rows is None:
+            monkeypatch.setitem(sys.modules, "datasets", None)
+        else:
+            fake(monkeypatch, rows)
+        with pytest.raises(DataError, match=rf"^org/name.*{said}"):
+            list(read_rows(Path("org/name"), print))
+
+
+def test_a_real_folder_of_a_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library = pytest.importorskip("datasets")
+    monkeypatch.setattr(library.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    library.disable_progress_bars()
+    folder = tmp_path / "data"
+    folder.mkdir()
+    lines(folder / "train.jsonl", {"conversations": GPT, "text": None, "x": 1}, {"text": "plain", "x": 2}, {"x": 3})
+    lines(folder / "test.jsonl", {"conversations": GPT, "text": None, "x": 1})
+    rows = read_rows(folder)
+    assert [next(rows), next(rows)] == [[{"role": "system", "content": "s"}, *TALK], "plain"]
+    with pytest.raises(DataError, match=rf"^{folder}:train:3: expected one of"):
+        next(rows)
+    assert len(list(read_rows(Path(f"{folder}:test")))) == 1
+    with pytest.raises(DataError, match=r"data:nothing: cannot be loaded \(ValueError: Unknown split"):
+        list(read_rows(Path(f"{folder}:nothing")))
+    found = read_training_text(tokenizer(), [folder], max_prompt_tokens=20, max_tokens=30, skip_bad=True)
+    assert (len(found.given), len(found.bad)) == (2, 1)
+
+
 # --- what becomes of rows
 
 
@@ -243,8 +346,28 @@ def test_answers_are_found_whatever_the_template(template: str, wanted: list[str
         {"role": "user", "content": "and ok?"},
         {"role": "assistant", "content": "ok\nso"},
     ]
-    dialogue = encode_dialogue(tok, talk, 200)
-    assert dialogue is not None
+    dialogue = encode_dialogue(tok, talk)
     assert [tok.decode(dialogue.ids[a:b]) for a, b in dialogue.spans] == wanted
     assert dialogue.ids[: dialogue.spans[0][0]] == encode_prompt(tok, talk[:-2])
     assert dialogue.ids[: dialogue.spans[1][0]] == encode_prompt(tok, talk)
+
+
+def test_answers_are_found_and_cut_by_the_chat_template() -> None:
+    tok = tokenizer()
+    talk = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "user", "content": "more"},
+        {"role": "assistant", "content": "ok"},
+    ]
+    dialogue = encode_dialogue(tok, talk)
+    assert cut_dialogue(dialogue, 100) == dialogue
+    assert [tok.decode(dialogue.ids[a:b]) for a, b in dialogue.spans] == ["hello<end>", "ok<end>"]
+    assert tok.decode(dialogue.ids[: dialogue.spans[0][0]]) == tok.decode(encode_prompt(tok, talk[:1]))
+    short = cut_dialogue(dialogue, dialogue.spans[0][0] + 2)
+    assert short is not None
+    assert [b - a for a, b in short.spans] == [2]
+    assert cut_dialogue(encode_dialogue(tok, talk[:1]), 100) is None
+    tok.chat_template = None
+    plain = encode_dialogue(tok, talk)
+    assert tok.decode(plain.ids).startswith("hi\n\nhello\n\nmore")

@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eaglekit import __version__
+from eaglekit.cli_study import study
+from eaglekit.cli_train import train
 from eaglekit.errors import EaglekitError, InputError
-from eaglekit.train.options import SelfTalkOptions, SynthesisOptions, TrainOptions
 
 if TYPE_CHECKING:
     from eaglekit.api import Generation, Model, Stream
@@ -561,133 +562,7 @@ def speed(
     print(json.dumps(report))
 
 
-def _use_config(context: typer.Context, path: Path | None) -> Path | None:
-    """Let the options of a file stand in for those that the command line leaves out."""
-    if path is not None:
-        from eaglekit.train.config_file import read_config
-
-        known = {
-            str(option.name): bool(getattr(option, "multiple", False))
-            for option in context.command.params
-            if option.name not in ("config", "help")
-        }
-        try:
-            context.default_map = {**(context.default_map or {}), **read_config(path, known)}
-        except EaglekitError as e:
-            _fail(str(e))
-    return path
-
-
-@app.command()
-@_reporting
-def train(
-    output: Annotated[Path, typer.Option(help="Folder of the head, and of everything on the way.")],
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="JSON lines or parquet, may be repeated: 'turns' are prompts that the target answers; dialogues in "
-            "'messages' or 'conversations' and plain 'text' are used as they are."
-        ),
-    ] = None,
-    target: Target = None,
-    synthesize: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Prompts of the data that the target answers, in the seed's order; default: all. Without --data: "
-            "dialogues that the target writes all by itself.",
-        ),
-    ] = None,
-    turns: Annotated[
-        int, typer.Option(min=1, help="Without --data: most turns of the user in a dialogue.")
-    ] = SelfTalkOptions.turns,
-    given_tokens: Annotated[int, typer.Option(min=0, help="Tokens of given dialogues used; 0 for all.")] = 0,
-    skip_bad: Annotated[
-        bool, typer.Option("--skip-bad", help="Leave out rows of the data that cannot be read, and count them.")
-    ] = False,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Limit of the target's answers, tokens.")
-    ] = SynthesisOptions.max_new_tokens,
-    epochs: Annotated[float, typer.Option(help="Passes over the data.")] = TrainOptions.epochs,
-    learning_rate: Annotated[
-        float, typer.Option(help="Peak rate; 3e-5 is the paper's, for widths of 4096 and more.")
-    ] = TrainOptions.learning_rate,
-    batch_tokens: Annotated[
-        int, typer.Option(help="Tokens per optimizer step, padding included.")
-    ] = TrainOptions.batch_tokens,
-    warmup_steps: Annotated[
-        int, typer.Option(min=0, help="Steps until the rate is at its peak.")
-    ] = TrainOptions.warmup_steps,
-    final_rate: Annotated[
-        float, typer.Option(min=0, max=1, help="Share of the peak that is left at the end.")
-    ] = TrainOptions.final_rate,
-    vocabulary: Annotated[
-        int, typer.Option(help="Tokens that the head may draft: the most frequent ones.")
-    ] = TrainOptions.vocabulary,
-    heldout: Annotated[
-        int, typer.Option(help="Greedy answers set aside to judge the head by, one dialogue in ten at most.")
-    ] = TrainOptions.heldout,
-    linear_start: Annotated[
-        bool,
-        typer.Option(
-            "--linear-start/--no-linear-start",
-            help="Fit the input layer of a new head by least squares first; never with --init.",
-        ),
-    ] = TrainOptions.linear_start,
-    init: Annotated[Path | None, typer.Option(help="Start from this head instead of random weights.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted training.")] = False,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Of the answers, the data's order, the noise and the weights.")
-    ] = TrainOptions.seed,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            is_eager=True,
-            callback=_use_config,
-            help="YAML file of these options, named as here without dashes in front; the command line wins.",
-        ),
-    ] = None,
-) -> None:
-    """Train a draft head: the target answers prompts, its features are read, the head learns to predict them."""
-    from eaglekit.train.pipeline import train_head
-
-    options = TrainOptions(
-        epochs=epochs,
-        learning_rate=learning_rate,
-        batch_tokens=batch_tokens,
-        warmup_steps=warmup_steps,
-        final_rate=final_rate,
-        vocabulary=vocabulary,
-        heldout=heldout,
-        linear_start=linear_start,
-        seed=seed,
-    )
-    if not data and synthesize is None:
-        raise InputError("train: nothing to train on; expected --data FILE, or --synthesize N (the target writes it)")
-    path, loaded, tokenizer = _load_for_training("train", target, device, dtype)
-    result = train_head(
-        loaded,
-        tokenizer,
-        target_name=Path(str(path)).name,
-        files=data or [],
-        output=output,
-        options=options,
-        synthesis=SynthesisOptions(max_new_tokens=max_new_tokens, seed=seed),
-        answers=synthesize,
-        given_tokens=given_tokens,
-        talk=SelfTalkOptions(turns=turns),
-        skip_bad=skip_bad,
-        init=init,
-        resume=resume,
-        progress=_note,
-    )
-    tau = ", ".join(f"{name} {value:.2f}" for name, value in result.best.tau.items())
-    print(f"{output}: τ on held-out answers {tau} after {result.best_step} of {result.steps} steps")
-
-
-def _load_for_training(command: str, target: str | None, device: str, dtype: str) -> tuple[str | Path, HFTarget, Any]:
+def _load_for_training(command: str, target: str | None, device: str, dtype: str) -> tuple[str, HFTarget, Any]:
     """Name, stock target and tokenizer of what features are read from."""
     from eaglekit.api import locate
     from eaglekit.models.load import load_hf
@@ -696,7 +571,9 @@ def _load_for_training(command: str, target: str | None, device: str, dtype: str
     loaded, tokenizer = load_hf(path, device=device, dtype=dtype)
     if tokenizer is None:
         raise InputError(f"{command}: {path} has no tokenizer, so text cannot be read; add its tokenizer files")
-    return path, loaded, tokenizer
+    # A GGUF file is converted to a folder that is called by a number.
+    name = Path(target).stem if target and Path(target).is_file() else Path(str(path)).name
+    return name, loaded, tokenizer
 
 
 @app.command()
@@ -731,7 +608,7 @@ def eval_head(
         raise InputError(f"eval-head: no head was given for {target}; name one with --head DIR, or train it first")
     folder = Path(head) if head is not None else builtin.shipped_head()
     draft = load_head(folder, dtype=torch.float32)
-    path, loaded, tokenizer = _load_for_training("eval-head", target, device, dtype)
+    name, loaded, tokenizer = _load_for_training("eval-head", target, device, dtype)
     check_fit(draft.config, loaded.info)
     draft.to(loaded.info.device)
     ids = [  # as `generate` reads a prompt
@@ -743,7 +620,7 @@ def eval_head(
     report = judge(loaded, tokenizer, draft, ids, max_new_tokens=max_new_tokens, progress=_note)
     print(report.table())
     if json_file is not None:
-        facts = {"target": Path(str(path)).name, "head": head or "shipped", "file": prompts.name}
+        facts = {"target": name, "head": head or "shipped", "file": prompts.name}
         data = {**facts, "max_new_tokens": max_new_tokens, **report.to_dict()}
         json_file.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
@@ -758,6 +635,9 @@ def fetch(
 
     print(builtin.fetch(force=force))
 
+
+app.command()(_reporting(train))
+app.command()(_reporting(study))
 
 if __name__ == "__main__":
     app()

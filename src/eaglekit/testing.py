@@ -45,7 +45,7 @@ class TableTarget:
         self._matrix = torch.randn(vocab_size, hidden_size, generator=generator)
         self._matrix *= sharpness / hidden_size**0.5
         self._seed = seed
-        self._features: dict[tuple[int, ...], Tensor] = {}
+        self._features: dict[tuple[int | None, ...], Tensor] = {}
         self.info = TargetInfo(
             name="table",
             model_type="table",
@@ -58,12 +58,12 @@ class TableTarget:
             device=torch.device("cpu"),
         )
 
-    def feature(self, ids: Sequence[int]) -> Tensor:
-        """[H]: the feature behind `ids`."""
-        key = tuple(ids)
+    def feature(self, ids: Sequence[int], layer: int | None = None) -> Tensor:
+        """[H]: the feature behind `ids`, or the residual stream that enters a layer there."""
+        key = (layer, *ids)
         if key not in self._features:
             number = self._seed
-            for token in key:
+            for token in (*ids, *(() if layer is None else (-2 - layer,))):
                 number = (number * 1_000_003 + token + 1) % (2**61 - 1)
             generator = torch.Generator().manual_seed(number)
             self._features[key] = torch.randn(self.info.hidden_size, generator=generator)
@@ -88,14 +88,14 @@ class TableTarget:
 
     def open(self, batch: int, max_length: int, layers: Sequence[int] = ()) -> TableState:
         """See `Target.open`."""
-        return TableState(self, batch)
+        return TableState(self, batch, layers)
 
 
 class TableState:
     """The `TargetState` of a `TableTarget`: its cache is the list of tokens."""
 
-    def __init__(self, target: TableTarget, batch: int) -> None:
-        self._target = target
+    def __init__(self, target: TableTarget, batch: int, layers: Sequence[int] = ()) -> None:
+        self._target, self._layers = target, layers
         self.rows: list[list[int]] = [[] for _ in range(batch)]
         self._trees: Sequence[DraftTree] = ()
 
@@ -106,23 +106,21 @@ class TableState:
 
     def prefill(self, ids: Sequence[Tensor]) -> TargetOutput:
         """See `TargetState.prefill`."""
-        features = []
+        texts = []
         for row, new in zip(self.rows, ids, strict=True):
             start = len(row)
             row.extend(new.tolist())
-            features.append([self._target.feature(row[: i + 1]) for i in range(start, len(row))])
-        return self._output(features, last=True)
+            texts.append([row[: i + 1] for i in range(start, len(row))])
+        return self._output(texts, last=True)
 
     def forward_tree(self, trees: Sequence[DraftTree]) -> TargetOutput:
         """See `TargetState.forward_tree`."""
         self._trees = trees
-        features = []
+        texts = []
         for row, tree in zip(self.rows, trees, strict=True):
             tokens = tree.tokens.tolist()
-            features.append(
-                [self._target.feature(row + [tokens[n] for n in tree.shape.path(node)]) for node in range(len(tokens))]
-            )
-        return self._output(features, last=False)
+            texts.append([row + [tokens[n] for n in tree.shape.path(node)] for node in range(len(tokens))])
+        return self._output(texts, last=False)
 
     def commit(self, nodes: Sequence[Sequence[int]]) -> None:
         """See `TargetState.commit`."""
@@ -138,12 +136,19 @@ class TableState:
         """See `TargetState.depth_limit`."""
         return None
 
-    def _output(self, features: list[list[Tensor]], *, last: bool) -> TargetOutput:
-        width = max(map(len, features))
+    def _output(self, texts: list[list[list[int]]], *, last: bool) -> TargetOutput:
+        """What follows from the texts that end in each row's tokens."""
+        width = max(map(len, texts))
         zero = torch.zeros(self._target.info.hidden_size)
-        stacked = torch.stack([torch.stack(f + [zero] * (width - len(f))) for f in features])
-        ends = torch.stack([f[-1] if f else zero for f in features])[:, None]
-        return TargetOutput(self._target.lm_head(ends if last else stacked), stacked)
+
+        def stacked(layer: int | None) -> Tensor:
+            found = [[self._target.feature(text, layer) for text in row] for row in texts]
+            return torch.stack([torch.stack(f + [zero] * (width - len(f))) for f in found])
+
+        features = stacked(None)
+        ends = torch.stack([f[len(row) - 1] if row else zero for f, row in zip(features, texts, strict=True)])[:, None]
+        logits = self._target.lm_head(ends if last else features)
+        return TargetOutput(logits, features, {layer: stacked(layer) for layer in self._layers})
 
 
 class _Script:

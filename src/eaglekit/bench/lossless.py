@@ -171,8 +171,11 @@ def deviation(a: Mapping[tuple[int, ...], float], b: Mapping[tuple[int, ...], fl
     return max(abs(a.get(k, 0.0) - b.get(k, 0.0)) for k in {*a, *b})
 
 
-def tiny_head(target: Target, seed: int, draft_vocab: Sequence[int] | None = None) -> EagleHead:
-    """A random head for a tiny target: a bad drafter, which must cost speed and nothing else."""
+def tiny_head(target: Target, seed: int, draft_vocab: Sequence[int] | None = None, **changes: Any) -> EagleHead:
+    """A random head for a tiny target, with `changes` in its configuration.
+
+    It is a bad drafter, which must cost speed and nothing else.
+    """
     info = target.info
     config = HeadConfig(
         hidden_size=info.hidden_size,
@@ -182,6 +185,7 @@ def tiny_head(target: Target, seed: int, draft_vocab: Sequence[int] | None = Non
         head_dim=info.hidden_size // 2,
         intermediate_size=2 * info.hidden_size,
         vocab_size=info.vocab_size,
+        **changes,
     )
     head = EagleHead(config, draft_vocab=None if draft_vocab is None else torch.tensor(draft_vocab))
     generator = torch.Generator().manual_seed(seed)

@@ -7,6 +7,7 @@
     scripted   the engine alone, with a drafter that is right with a chosen probability
     batch      many sequences at once
     start      seconds to the first token, and memory, of fresh processes
+    train      tokens/s and memory of training a head, in a fresh process
     rivals     other engines on the same file, if they are installed and asked for
 
 Contract: a section is a function of `bench/passes.py`, `bench/rates.py` or `bench/start.py` that gives plain data, and
@@ -28,7 +29,7 @@ import torch
 
 from eaglekit import __version__
 from eaglekit.api import Model, load, locate
-from eaglekit.bench import passes, rates, rivals, start
+from eaglekit.bench import passes, rates, rivals, start, training
 from eaglekit.bench.lossless import PROMPTS
 from eaglekit.bench.run import MethodSpec, machine
 from eaglekit.core.tree import TreeShape
@@ -38,7 +39,7 @@ from eaglekit.models.fast import FastTarget
 from eaglekit.models.stack import WEIGHTS
 from eaglekit.models.target import Target
 
-SECTIONS = ("decode", "cost", "context", "phases", "scripted", "batch", "start", "rivals")
+SECTIONS = ("decode", "cost", "context", "phases", "scripted", "batch", "start", "train", "rivals")
 _STOCK = {"decode", "cost", "phases", "batch"}  # sections that the stock model takes part in
 _FEW_PROMPTS = 8  # of these, `phases` and `scripted` take the first
 
@@ -252,6 +253,9 @@ class _Runner:
         s, o = self.setup, self.options
         tokens = min(64, o.max_new_tokens)
         return start.measure_start(s.target, s.head, o.weights, s.prompts[0], repeats=o.starts, tokens=tokens)
+
+    def train(self) -> dict[str, Any]:
+        return training.measure(self.setup.target)
 
     def rivals(self) -> dict[str, Any]:
         s, o = self.setup, self.options

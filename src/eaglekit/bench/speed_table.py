@@ -134,6 +134,15 @@ def _start_rows(data: dict[str, Any]) -> _Rows:
     return rows
 
 
+def _train_rows(data: dict[str, Any]) -> _Rows:
+    return [
+        ("training, tokens/s", {"stock": f"{data['tokens_per_second']:.0f}"}),
+        ("features on the fly, tokens/s", {"stock": f"{data['features_tokens_per_second']:.0f}"}),
+        ("peak memory, MB", {"stock": f"{data['peak_memory_mb']:.0f}"}),
+        ("of it before training", {"stock": f"{data['peak_memory_mb_before']:.0f}"}),
+    ]
+
+
 def _rival_rows(data: dict[str, Any]) -> _Rows:
     rows: _Rows = []
     ours = [m for m in data["methods"] if "over" in m]
@@ -155,5 +164,6 @@ _ROWS: dict[str, Callable[[dict[str, Any]], _Rows]] = {
     "scripted": _scripted_rows,
     "batch": _batch_rows,
     "start": _start_rows,
+    "train": _train_rows,
     "rivals": _rival_rows,
 }

@@ -130,18 +130,22 @@ def measure_start(
         InputError: a process failed; its last line says why.
     """
     given = [None if x is None else str(x) for x in (target, head)]
-    libraries = _process("start", _IMPORTS)["now"]
+    libraries = run_program("start", _IMPORTS)["now"]
     runs: dict[str, list[dict[str, Any]]] = {w: [] for w in weights}
     for _ in range(repeats):
         for w in weights:
             began = time.time()
-            found = _process(f"start with weights {w}", _PROGRAM, json.dumps([*given, w, list(prompt), tokens]))
+            found = run_program(f"start with weights {w}", _PROGRAM, json.dumps([*given, w, list(prompt), tokens]))
             runs[w].append({**found, "began": began, "libraries": libraries})
     return {"tokens": tokens, "repeats": repeats, "formats": [_summary(w, mine) for w, mine in runs.items()]}
 
 
-def _process(what: str, program: str, *arguments: str) -> dict[str, Any]:
-    """The JSON object in the last line that a Python program prints; it has as many threads as this process."""
+def run_program(what: str, program: str, *arguments: str) -> dict[str, Any]:
+    """The JSON object in the last line that a Python program prints; it has as many threads as this process.
+
+    Raises:
+        InputError: it failed; `what` and its last line say why.
+    """
     threads = str(torch.get_num_threads())
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     command = [sys.executable, "-c", program, *arguments]

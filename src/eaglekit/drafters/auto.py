@@ -100,12 +100,15 @@ class AutoDrafter:
         now: The clock, seconds.
     """
 
-    layers: tuple[int, ...] = ()
-
     def __init__(self, eagle: EagleDrafter, clockwork: Clockwork, now: Callable[[], float] = time.perf_counter) -> None:
         self.eagle = eagle
         self.clockwork = clockwork
         self.now = now
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """What the head wants."""
+        return self.eagle.layers
 
     @property
     def max_draft_tokens(self) -> int:

@@ -4,7 +4,8 @@ With x_0 … x_M known and x_M the root, the head has read the pairs (f_j, x_{j+
 last one is the predicted feature of the root, whose logits (through the target's own `lm_head`) are the draft law of
 the root's children. A draft x with a predicted feature f̂ of its parent becomes the pair (f̂, x), one position
 further on. One pass of the head per level of the tree; pairs of drafts are dropped after the round, and accepted
-tokens are read again with their true features.
+tokens are read again with their true features. A variant of the head that reads residual streams of the target gets
+these in the place of f_j; what else variants read otherwise is seen to in `models/draft.py`.
 
 Children are drawn without replacement from the draft law, or, with greedy decoding, are its most probable tokens.
 """
@@ -44,8 +45,6 @@ class EagleDrafter:
         HeadError: the head was made for another width or vocabulary.
     """
 
-    layers: tuple[int, ...] = ()
-
     def __init__(
         self,
         head: EagleHead,
@@ -61,6 +60,11 @@ class EagleDrafter:
         self.shape = shape
         self.sampled = sampled
         self.model = model or DraftModel(head, target)
+
+    @property
+    def layers(self) -> tuple[int, ...]:
+        """Layers whose streams the head reads."""
+        return self.head.config.feature_layers
 
     @property
     def max_draft_tokens(self) -> int:
@@ -134,13 +138,18 @@ class EagleState:
         """Read the committed pairs that were not read yet, in one pass unless there are many; all features are true."""
         for start in range(0, max((len(p.tokens) for p in self._pending if p is not None), default=0), _CHUNK):
             parts = [None if p is None else p.part(start, start + _CHUNK) for p in self._pending]
-            read = [(p.tokens, p.features) if p is not None and len(p.tokens) else None for p in parts]
+            read = [(p.tokens, self._features(p)) if p is not None and len(p.tokens) else None for p in parts]
             out, rows = self._head.read(read), [row for row, pair in enumerate(read) if pair is not None]
             if self._last is None or len(rows) == len(read):
                 self._last = out
             else:
                 self._last.features[rows], self._last.logits[rows] = out.features[rows], out.logits[rows]
         self._pending = [None] * len(self._pending)
+
+    def _features(self, observed: Observed) -> Tensor:
+        """What the head reads of them: the features [k, H], or the streams [k, feature_width]."""
+        layers = self._drafter.layers
+        return torch.cat([observed.layers[layer] for layer in layers], -1) if layers else observed.features
 
 
 class _Grower:

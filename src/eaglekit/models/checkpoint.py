@@ -10,19 +10,24 @@ Our `config.json` has the plain Llama keys that other engines read, and an `eagl
     format          1
     method          "eagle"
     embedding_size  width of the target's embeddings
+    inputs, mlp, input_norm, feature_layers
+                    what is not the default's, see `models/head.py`
     ...             whatever the caller adds: the target's name, provenance, training facts
 
 Tensor names and shapes are those of the reference. It stores `fc.bias` unless its configuration has `"bias": false`;
 whether there is a bias is decided here by the tensor. A stored copy of `embed_tokens.weight` is checked for shape and
-left aside: embeddings are the target's.
+left aside: embeddings are the target's. Variants add `fuse.weight`, `embed_layernorm.weight` and
+`hidden_layernorm.weight`, or leave out what they do not have; the reference's format cannot hold them.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +44,7 @@ from eaglekit.models.target import TargetInfo
 FORMAT_VERSION = 1
 DRAFT_VOCAB = "draft_vocab"  # int32 [Vd], in our own format only
 _PREFIXES = ("module.", "model.")
+_VARIANTS = ("inputs", "mlp", "input_norm", "feature_layers")  # fields of the configuration, kept in our own key
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -60,8 +66,9 @@ def save_head(
     config = _plain_config(head.config, dtype)
     if head.draft_vocab is not None:
         state[DRAFT_VOCAB] = head.draft_vocab.to("cpu", torch.int32)
+        metadata = {**metadata, "draft_vocab_sha256": _digest(state[DRAFT_VOCAB])}
     own = {"format": FORMAT_VERSION, "method": "eagle", "embedding_size": head.config.embedding_size}
-    config["eaglekit"] = {**own, **metadata}
+    config["eaglekit"] = {**own, **_variant(head.config), **metadata}
     _write(Path(path), "model.safetensors", dump_safetensors(state, metadata={"format": "pt"}))
     _write(Path(path), "config.json", _json(config))
 
@@ -72,8 +79,15 @@ def save_reference(head: EagleHead, path: Path | str, embed_tokens: Tensor) -> N
     That format has no draft vocabulary: it is left out, and the head then drafts over all tokens.
 
     Raises:
-        HeadError: `embed_tokens` has another shape than the head was made for, or the folder cannot be written.
+        HeadError: the format cannot hold this head, `embed_tokens` has another shape than the head was made for, or the
+            folder cannot be written.
     """
+    variant = ", ".join(f"{name} {value!r}" for name, value in _variant(head.config).items())
+    if variant:
+        raise HeadError(
+            f"{path}: the reference's format has no head with {variant}, and its code would compute another one from "
+            "these weights; keep it in eaglekit's own format"
+        )
     expected = (head.config.vocab_size, head.config.embedding_size)
     if tuple(embed_tokens.shape) != expected:
         raise HeadError(f"embeddings are {list(embed_tokens.shape)}; this head was made for {list(expected)}")
@@ -102,6 +116,12 @@ def load_head(path: Path | str, *, dtype: torch.dtype | None = None, device: tor
     raw = read_config(folder)
     state = _read_tensors(folder)
     draft_vocab = state.pop(DRAFT_VOCAB, None)
+    noted = (raw.get("eaglekit") or {}).get("draft_vocab_sha256")
+    if noted is not None and (draft_vocab is None or _digest(draft_vocab) != noted):
+        raise HeadError(
+            f"{folder}: its draft vocabulary is not the one that config.json speaks of (SHA-256 {noted}); the files "
+            "are of two heads, or damaged: get both again"
+        )
     _refuse_eagle3(folder, raw, state)
     config = _head_config(folder, raw, state)
     expected = _shapes(config)
@@ -153,7 +173,7 @@ def check_fit(config: HeadConfig, info: TargetInfo) -> None:
     """Whether a head can draft for a target.
 
     Raises:
-        HeadError: a width or the vocabulary differs; names both numbers of each.
+        HeadError: a width or the vocabulary differs; names both numbers of each. Or it reads layers that are not there.
     """
     pairs = {
         "features": (config.hidden_size, info.hidden_size),
@@ -166,6 +186,18 @@ def check_fit(config: HeadConfig, info: TargetInfo) -> None:
             f"this draft head does not fit {info.name} (head against target): {'; '.join(wrong)}. "
             "Use a head trained for this target, or train one: eaglekit train"
         )
+    if any(layer > info.num_layers for layer in config.feature_layers):
+        raise HeadError(
+            f"this draft head reads the streams {list(config.feature_layers)}, but {info.name} has {info.num_layers} "
+            f"layers, and so streams 0 to {info.num_layers}. Use a head trained for this target, or train one: "
+            "eaglekit train"
+        )
+
+
+def _variant(config: HeadConfig) -> dict[str, Any]:
+    """What sets a head apart from the reference's, apart from widths."""
+    default = {f.name: f.default for f in fields(HeadConfig)}
+    return {n: getattr(config, n) for n in _VARIANTS if getattr(config, n) != default[n]}
 
 
 def _plain_config(config: HeadConfig, dtype: torch.dtype) -> dict[str, Any]:
@@ -209,6 +241,9 @@ def _head_config(folder: Path, raw: Mapping[str, Any], state: Mapping[str, Tenso
     rope.pop("rope_theta", None)
     scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
     own = raw.get("eaglekit") or {}
+    variant = {name: own[name] for name in _VARIANTS if name in own}
+    if isinstance(variant.get("feature_layers"), list):
+        variant["feature_layers"] = tuple(variant["feature_layers"])
     try:
         return HeadConfig(
             hidden_size=hidden,
@@ -225,6 +260,7 @@ def _head_config(folder: Path, raw: Mapping[str, Any], state: Mapping[str, Tenso
             max_position_embeddings=raw.get("max_position_embeddings", 2048),
             vocab_size=raw["vocab_size"],
             fc_bias="fc.bias" in state,
+            **variant,
         )
     except (TypeError, ValueError, ZeroDivisionError) as e:
         raise HeadError(f"{folder / 'config.json'}: unusable values ({e})") from None
@@ -234,15 +270,23 @@ def _shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a head's parameters."""
     h, d = config.hidden_size, config.head_dim
     q, kv, mlp = config.num_attention_heads * d, config.num_key_value_heads * d, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (h, config.embedding_size + h)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (h, config.fc_width)}
     if config.fc_bias:
         shapes["fc.bias"] = (h,)
+    if config.feature_layers:
+        shapes["fuse.weight"] = (h, config.feature_width)
+    if config.input_norm and config.reads_embeddings:
+        shapes["embed_layernorm.weight"] = (config.embedding_size,)
+    if config.input_norm and config.reads_features:
+        shapes["hidden_layernorm.weight"] = (h,)
     for i in range(config.num_hidden_layers):
-        layer = {
+        layer: dict[str, tuple[int, ...]] = {
             "self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
-            "self_attn.o_proj": (h, q), "mlp.gate_proj": (mlp, h), "mlp.up_proj": (mlp, h), "mlp.down_proj": (h, mlp),
-            "post_attention_layernorm": (h,),
+            "self_attn.o_proj": (h, q),
         }  # fmt: skip
+        if config.mlp:
+            layer |= {"mlp.gate_proj": (mlp, h), "mlp.up_proj": (mlp, h), "mlp.down_proj": (h, mlp)}
+            layer["post_attention_layernorm"] = (h,)
         if i > 0:
             layer["input_layernorm"] = (h,)
         shapes.update({f"layers.{i}.{name}.weight": shape for name, shape in layer.items()})
@@ -272,7 +316,8 @@ def _refuse_eagle3(folder: Path, raw: Mapping[str, Any], state: Mapping[str, Ten
     signs += ["EAGLE-3 in architectures"] if "Eagle3" in str(raw.get("architectures")) else []
     if isinstance(hidden, int) and fc is not None and fc.dim() == 2 and fc.shape[1] >= 3 * hidden:
         # Ours may be that wide when the target's embeddings are; its configuration then says so.
-        if (raw.get("eaglekit") or {}).get("embedding_size") != fc.shape[1] - hidden:
+        own = raw.get("eaglekit") or {}
+        if own.get("embedding_size") != fc.shape[1] - hidden * (own.get("inputs") != "token"):
             signs.append(f"fc.weight of width {fc.shape[1]} for features of {hidden}")
     if signs:
         raise HeadError(f"{folder}: an EAGLE-3 head (found {', '.join(signs)}); this loader reads EAGLE heads only")
@@ -319,6 +364,11 @@ def _finite(state: dict[str, Tensor], where: str) -> dict[str, Tensor]:
     if bad:
         raise HeadError(f"{where}: weights that are not finite numbers in {', '.join(bad)}; the head is unusable")
     return state
+
+
+def _digest(draft_vocab: Tensor) -> str:
+    """SHA-256 of the ids as 32-bit numbers."""
+    return hashlib.sha256(draft_vocab.to(torch.int32).contiguous().numpy().tobytes()).hexdigest()
 
 
 def _json(value: Mapping[str, Any]) -> bytes:

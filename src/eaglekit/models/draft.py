@@ -40,7 +40,10 @@ from eaglekit.models.stack import (
 from eaglekit.models.target import Target
 
 Pairs = tuple[Tensor, Tensor]
-"""Tokens int64 [k], one step ahead of the features [k, H]."""
+"""Tokens int64 [k], one step ahead of the features [k, H], or [k, feature_width] of a head with `feature_layers`.
+
+All heads are given the same tokens; one that reads the features' own tokens remembers those before.
+"""
 
 
 @dataclass(frozen=True)
@@ -179,6 +182,9 @@ class ModuleState:
         self._model, head = model, model.head
         self._device = head.fc.weight.device
         self._cache = HeadCache(head.config, batch, max_length, head.dtype, self._device)
+        # What a head that reads the features' own tokens remembers: the committed pairs' tokens, and the last level's.
+        self._tokens = torch.zeros(batch, 0 if head.shifted else max_length, dtype=torch.long, device=self._device)
+        self._drafts = self._tokens[:, :0]
 
     @property
     def lengths(self) -> list[int]:
@@ -191,13 +197,19 @@ class ModuleState:
         counts = [0 if p is None else len(p[0]) for p in pairs]
         width, hidden = max(counts), head.config.hidden_size
         tokens = torch.zeros(len(counts), width, dtype=torch.long, device=device)
-        features = torch.zeros(len(counts), width, hidden, dtype=head.dtype, device=device)
+        features = torch.zeros(len(counts), width, head.config.feature_width, dtype=head.dtype, device=device)
         for row, pair in enumerate(pairs):
             if pair is not None:
                 tokens[row, : counts[row]], features[row, : counts[row]] = pair
         starts = torch.tensor(self._cache.lengths, device=device)
         positions = starts[:, None] + torch.arange(width, device=device)
-        out = head(self._model.target.embed(tokens).to(head.dtype), features, positions, None, self._cache)
+        embedded = self._embed(tokens if head.shifted else torch.cat((self._last_tokens(), tokens[:, :-1]), 1))
+        if not head.shifted:
+            embedded = embedded.masked_fill(positions[..., None] == 0, 0)
+        out = head(embedded, features, positions, None, self._cache)
+        if not head.shifted:
+            for row, (start, count) in enumerate(zip(self._cache.lengths, counts, strict=True)):
+                self._tokens[row, start : start + count] = tokens[row, :count]
         self._cache.advance(counts)
         last = torch.zeros(len(counts), hidden, dtype=head.dtype, device=device)
         rows = [row for row, count in enumerate(counts) if count]
@@ -215,8 +227,12 @@ class ModuleState:
         mask = (slots < lengths[:, None])[:, None, :].expand(-1, n, -1).clone()
         for row, length in enumerate(cache.lengths):
             mask[row, :, length : length + end] = level.mask
-        embedded = self._model.target.embed(tokens.to(self._device)).to(head.dtype)
-        return self._model.drafted(head(embedded, features, positions, mask[:, None], cache, offset=level.offset))
+        own = tokens.to(self._device)
+        if not head.shifted:  # the features are the parents', and so are the tokens
+            parents = self._last_tokens() if level.depth == 1 else self._drafts
+            self._drafts, own = own, parents[:, level.above]
+        out = head(self._embed(own), features, positions, mask[:, None], cache, offset=level.offset)
+        return self._model.drafted(out)
 
     def grow(self, shape: TreeShape, root: int, behind: Drafted) -> Tensor | None:
         """See `HeadState`; never."""
@@ -231,21 +247,33 @@ class ModuleState:
         length = self._cache.lengths[row]
         return [t[row, :, :length] for t in (*self._cache.keys, *self._cache.values)]
 
+    def _embed(self, tokens: Tensor) -> Tensor:
+        return self._model.target.embed(tokens).to(self._model.head.dtype)
+
+    def _last_tokens(self) -> Tensor:
+        """Tokens [B, 1] of the last committed pairs: the roots; any where there are none."""
+        last = torch.tensor(self._cache.lengths, device=self._device) - 1
+        return self._tokens.gather(1, last.clamp_min(0)[:, None])
+
 
 @dataclass(frozen=True)
 class _Packed:
-    """A head for compiled kernels, its layers' shape, and the target's embeddings [V, E]."""
+    """A head for compiled kernels, its layers' shape, the target's embeddings [V, E], and `fuse` where there is one."""
 
     head: NativeHead
     shape: StackShape
     table: Tensor
+    fuse: NativeMatrix | None
 
 
 def _pack(head: EagleHead, target: FastTarget, readout: Any) -> _Packed | None:
     """The head for compiled kernels; None where there are none, or they cannot compute it."""
     backend, c = native(), head.config
+    if not head.shifted or not c.reads_features or not c.reads_embeddings or c.input_norm:
+        return None
+    inner = c.intermediate_size if c.mlp else 16
     shape = StackShape(
-        c.hidden_size, c.intermediate_size, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_act,
+        c.hidden_size, inner, c.num_attention_heads, c.num_key_value_heads, c.head_dim, c.hidden_act,
         c.rms_norm_eps,
     )  # fmt: skip
     if backend is None or shape.why_not() or c.embedding_size % 16 or not isinstance(readout.matrix, NativeMatrix):
@@ -253,20 +281,25 @@ def _pack(head: EagleHead, target: FastTarget, readout: Any) -> _Packed | None:
     tensors = [p.detach() for p in head.parameters()]
     weights: Weights = "fp16" if all(torch.equal(t.half().to(t.dtype), t) for t in tensors) else "fp32"
 
+    # A layer without an MLP gets the narrowest one, which adds zero.
+    gap = head.fc.weight.new_zeros(inner, c.hidden_size)
+    zeros = {"gate": gap, "up": gap, "down": gap.T}
+
     def layer(module: torch.nn.Module) -> LayerWeights:
         t = dict(module.named_parameters())
-        a, m = "self_attn.{}_proj.weight", "mlp.{}_proj.weight"
+        q, k, v, o = (t[f"self_attn.{n}_proj.weight"] for n in "qkvo")
+        gate, up, down = (t.get(f"mlp.{n}_proj.weight", zeros[n]) for n in ("gate", "up", "down"))
         return LayerWeights(
-            t.get("input_layernorm.weight"), torch.cat([t[a.format(n)] for n in "qkv"]), None, None,
-            t[a.format("o")], t["post_attention_layernorm.weight"],
-            torch.cat([t[m.format("gate")], t[m.format("up")]]), t[m.format("down")],
+            t.get("input_layernorm.weight"), torch.cat([q, k, v]), None, None, o,
+            t.get("post_attention_layernorm.weight", gap.new_ones(c.hidden_size)), torch.cat([gate, up]), down,
         )  # fmt: skip
 
     with torch.no_grad():
         stack = backend.stack(shape, map(layer, head.layers), weights, RotaryTables(head.inv_freq, head.rope_factor))
         bias = None if head.fc.bias is None else head.fc.bias.detach().float()
         fc = backend.matrix(head.fc.weight, weights)
-        return _Packed(NativeHead(fc, bias, stack, readout.matrix), shape, target.embedding)
+        fuse = None if head.fuse is None else backend.matrix(head.fuse.weight, weights)
+        return _Packed(NativeHead(fc, bias, stack, readout.matrix), shape, target.embedding, fuse)
 
 
 class PackedState:
@@ -275,6 +308,7 @@ class PackedState:
     def __init__(self, model: DraftModel, batch: int, max_length: int) -> None:
         assert model.packed is not None
         self._embed, self._head, self._table = model.target.embed, model.packed.head, model.packed.table
+        self._fuse = model.packed.fuse
         self._vocab, self._most = model.vocab, min(MOST_TOP, self._head.readout.shape[0])
         self._growers: dict[tuple[int, ...], NativeGrower] = {}
         self._caches = Caches.allocate(model.head.config.num_hidden_layers, model.packed.shape, batch, max_length)
@@ -289,11 +323,11 @@ class PackedState:
         plans = [chain(row, self.lengths[row], count) for (row, _, _), count in zip(given, counts, strict=True)]
         if len(pairs) == 1:
             _, tokens, features = given[0]
-            features, logits = self._run(tokens, features, plans[0], 1)
+            features, logits = self._run(tokens, self._fused(features), plans[0], 1)
             self.lengths[0] += counts[0]
             return Drafted(features[None, -1:], logits[None])
         tokens, features = torch.cat([t for _, t, _ in given]), torch.cat([f for _, _, f in given])
-        features, logits = self._run(tokens, features, join(plans), len(tokens))
+        features, logits = self._run(tokens, self._fused(features), join(plans), len(tokens))
         rows, ends = [row for row, _, _ in given], (np.cumsum(counts) - 1).tolist()
         last = Drafted(
             features.new_zeros(len(pairs), 1, features.shape[1]), logits.new_zeros(len(pairs), 1, logits.shape[1])
@@ -343,6 +377,10 @@ class PackedState:
         prefix = np.full(n, length, dtype=np.int32)
         slot = np.arange(length + level.offset, length + level.offset + n, dtype=np.int32)
         return Plan(np.full(n, row, np.int32), slot, prefix + np.int32(level.depth - 1), prefix, path, flat + length)
+
+    def _fused(self, features: Tensor) -> Tensor:
+        """What stands in the features' place [T, H], of committed pairs' features."""
+        return features if self._fuse is None else self._fuse(features)
 
     def _run(self, tokens: Tensor, features: Tensor, plan: Plan, count: int) -> tuple[Tensor, Tensor]:
         inputs = torch.cat((self._embed(tokens).float(), features.float()), -1)

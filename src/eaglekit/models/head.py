@@ -6,6 +6,14 @@ feature; the output is the predicted feature f̂_{j+1}, which the target's `lm_h
 and which is fed straight back as a feature: no final norm, no norm before the first layer's attention. The position
 of a node is the index of its feature. Parameter names are those of the reference's checkpoints.
 
+Variants, all off by default; position, output and feeding back stay the same:
+
+    inputs          the paper's ablation: `[e_j ; f_j]` (zeros for e_0), f_j alone, or e_{j+1} alone
+    mlp             without it a layer is attention alone, half a layer
+    input_norm      RMS norms of the embedding and of the feature before `fc`
+    feature_layers  residual streams of the target in place of its feature, side by side in ascending order, which
+                    `fuse` maps to the width of a feature; the head's own predictions are fed back without it
+
 Glossary: B rows, N new nodes, E embedding width, H feature width, h heads, kv key/value heads, D head width, L keys
 seen.
 """
@@ -16,6 +24,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -24,6 +33,7 @@ from torch.nn import functional as F
 
 from eaglekit.errors import HeadError, InputError
 
+INPUTS = ("feature+shifted-token", "feature+token", "feature", "token")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,6 +65,11 @@ class HeadConfig:
         rope_scaling: None for plain RoPE, or a transformers `rope_scaling` mapping (`rope_type`, `factor`, ...).
         max_position_embeddings: The length it was meant for; nothing depends on it but some RoPE scalings.
         fc_bias: Whether `fc` has a bias.
+        inputs: What `fc` reads at position j, one of `INPUTS`: f_j and e_{j+1}; f_j and e_j; f_j; e_{j+1}.
+        mlp: Whether layers have an MLP; False is "half a layer", and `intermediate_size` then means nothing.
+        input_norm: Whether there are RMS norms on what `fc` reads.
+        feature_layers: Ids of two or more residual streams, ascending, k being the one that enters layer k
+            (`hidden_states[k]` of transformers), that stand in the feature's place; empty: the feature.
     """
 
     hidden_size: int
@@ -71,6 +86,10 @@ class HeadConfig:
     rope_scaling: Mapping[str, Any] | None = None
     max_position_embeddings: int = 2048
     fc_bias: bool = False
+    inputs: str = INPUTS[0]
+    mlp: bool = True
+    input_norm: bool = False
+    feature_layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in (
@@ -97,6 +116,42 @@ class HeadConfig:
             raise HeadError(
                 f"head configuration: hidden_act is {self.hidden_act!r}; expected one of {', '.join(ACTIVATIONS)}"
             )
+        if self.inputs not in INPUTS:
+            raise HeadError(f"head configuration: inputs is {self.inputs!r}; expected one of {', '.join(INPUTS)}")
+        for name in ("fc_bias", "mlp", "input_norm"):
+            if not isinstance(getattr(self, name), bool):
+                raise HeadError(f"head configuration: {name} is {getattr(self, name)!r}; expected true or false")
+        ids = self.feature_layers
+        whole = isinstance(ids, tuple) and all(isinstance(k, int) and not isinstance(k, bool) and k >= 0 for k in ids)
+        if not whole or len(ids) == 1 or any(a >= b for a, b in pairwise(ids)):
+            raise HeadError(
+                f"head configuration: feature_layers is {ids!r}; expected two or more ascending layer ids, or none"
+            )
+        if ids and not self.reads_features:
+            raise HeadError(
+                f"head configuration: feature_layers {list(ids)} with inputs {self.inputs!r}, which has no feature; "
+                "leave one of them out"
+            )
+
+    @property
+    def reads_features(self) -> bool:
+        """Whether `fc` reads features."""
+        return self.inputs != "token"
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Whether `fc` reads embeddings."""
+        return self.inputs != "feature"
+
+    @property
+    def feature_width(self) -> int:
+        """Width of what stands in the place of a true feature: H, or as many H as there are `feature_layers`."""
+        return self.hidden_size * max(1, len(self.feature_layers))
+
+    @property
+    def fc_width(self) -> int:
+        """Width of what `fc` reads."""
+        return self.embedding_size * self.reads_embeddings + self.hidden_size * self.reads_features
 
     @staticmethod
     def for_target(config: Any, **overrides: Any) -> HeadConfig:
@@ -107,7 +162,7 @@ class HeadConfig:
 
         Args:
             config: The target's transformers configuration.
-            **overrides: Fields to set otherwise.
+            **overrides: Fields to set otherwise; `head_options` makes those of the variants.
         """
         text = config.get_text_config(decoder=True)
 
@@ -141,6 +196,70 @@ class HeadConfig:
             max_position_embeddings=first("max_position_embeddings", default=2048),
         )
         return replace(made, **overrides)
+
+
+def head_options(
+    *,
+    num_target_layers: int,
+    intermediate_size: int,
+    layers: float = 1,
+    mlp_width: float = 1.0,
+    inputs: str = INPUTS[0],
+    features: str = "last",
+    bias: bool = False,
+    input_norm: bool = False,
+) -> dict[str, Any]:
+    """Overrides for `HeadConfig.for_target` from what a user types.
+
+    Args:
+        num_target_layers: Of the target.
+        intermediate_size: Of the target's own MLP, see `HeadConfig.for_target`.
+        layers: Decoder layers, or 0.5 for attention alone.
+        mlp_width: Factor on `intermediate_size`; the result is rounded to a multiple of 16.
+        inputs: One of `INPUTS`.
+        features: "last", the target's feature; or "fused", residual streams, see `fused_layers`.
+        bias: Whether `fc` has a bias.
+        input_norm: Whether there are norms before `fc`.
+
+    Raises:
+        InputError: a value is none of these, or two of them exclude each other.
+    """
+    if layers != 0.5 and not (1 <= layers <= 128 and layers == int(layers)):
+        raise InputError(f"head layers: got {layers:g}; expected 0.5 (attention alone) or a whole number from 1 to 128")
+    if not 0 < mlp_width <= 64:
+        raise InputError(f"head MLP width: got {mlp_width:g}; expected a factor above 0, at most 64, for example 0.5")
+    if layers == 0.5 and mlp_width != 1:
+        raise InputError(f"head MLP width {mlp_width:g} with 0.5 layers, which have no MLP; leave one of them out")
+    if inputs not in INPUTS:
+        raise InputError(f"head inputs: got {inputs!r}; expected one of {', '.join(INPUTS)}")
+    if features not in ("last", "fused"):
+        raise InputError(f"head features: got {features!r}; expected last or fused")
+    if features == "fused" and inputs == "token":
+        raise InputError("head features 'fused' with inputs 'token', which have no feature; leave one of them out")
+    width = intermediate_size if mlp_width == 1 else max(16, round(intermediate_size * mlp_width / 16) * 16)
+    return {
+        "num_hidden_layers": max(1, int(layers)),
+        "mlp": layers != 0.5,
+        "intermediate_size": width,
+        "inputs": inputs,
+        "feature_layers": fused_layers(num_target_layers) if features == "fused" else (),
+        "fc_bias": bias,
+        "input_norm": input_norm,
+    }
+
+
+def fused_layers(num_layers: int) -> tuple[int, ...]:
+    """EAGLE-3's choice of streams of a target with so many layers: low, middle and high.
+
+    Raises:
+        InputError: there is no layer.
+    """
+    if num_layers < 1:
+        raise InputError(f"fused features: a target of {num_layers} layers; expected at least 1")
+    middle = num_layers // 2
+    # Where the paper's choice is no ascending one, an even spread.
+    low, high = (2, num_layers - 3) if num_layers > 6 else (num_layers // 4, num_layers)
+    return tuple(sorted({low, middle, high}))
 
 
 def _rope_type(scaling: Mapping[str, Any]) -> str:
@@ -279,10 +398,10 @@ class _MLP(nn.Module):
 
 
 class _Norm(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(config.hidden_size))
-        self.eps = config.rms_norm_eps
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), self.eps)
@@ -291,20 +410,25 @@ class _Norm(nn.Module):
 class _Layer(nn.Module):
     def __init__(self, config: HeadConfig, number: int) -> None:
         super().__init__()
+        hidden, eps = config.hidden_size, config.rms_norm_eps
         self.self_attn = _Attention(config)
-        self.mlp = _MLP(config)
-        self.input_layernorm = _Norm(config) if number > 0 else None
-        self.post_attention_layernorm = _Norm(config)
+        self.mlp = _MLP(config) if config.mlp else None
+        self.input_layernorm = _Norm(hidden, eps) if number > 0 else None
+        self.post_attention_layernorm = _Norm(hidden, eps) if config.mlp else None
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
         normed = x if self.input_layernorm is None else self.input_layernorm(x)
         x = x + self.self_attn(normed, cos, sin, attend)
+        if self.mlp is None or self.post_attention_layernorm is None:
+            return x
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return out
 
 
 class EagleHead(nn.Module):
-    """The draft head. A new one has random weights; the feature half of `fc` starts at the identity.
+    """The draft head.
+
+    A new one has random weights; the feature half of `fc` starts at the identity, and `fuse` gives the last stream.
 
     Args:
         config: Its shape.
@@ -325,7 +449,14 @@ class EagleHead(nn.Module):
         super().__init__()
         self.config = config
         with torch.device("meta"):
-            self.fc = nn.Linear(config.embedding_size + config.hidden_size, config.hidden_size, bias=config.fc_bias)
+            hidden, eps = config.hidden_size, config.rms_norm_eps
+            embed_norm, feature_norm = (
+                config.input_norm and reads for reads in (config.reads_embeddings, config.reads_features)
+            )
+            self.fuse = nn.Linear(config.feature_width, hidden, bias=False) if config.feature_layers else None
+            self.embed_layernorm = _Norm(config.embedding_size, eps) if embed_norm else None
+            self.hidden_layernorm = _Norm(hidden, eps) if feature_norm else None
+            self.fc = nn.Linear(config.fc_width, hidden, bias=config.fc_bias)
             self.layers = nn.ModuleList(_Layer(config, i) for i in range(config.num_hidden_layers))
         self.to_empty(device="cpu")
         frequencies, self.rope_factor = rope_frequencies(config)
@@ -335,14 +466,18 @@ class EagleHead(nn.Module):
 
     @torch.no_grad()
     def _initialise(self, generator: torch.Generator) -> None:
+        hidden = self.config.hidden_size
         for name, parameter in self.named_parameters():
             if "norm" in name:
                 parameter.fill_(1.0)
-            elif name.endswith("bias"):
+            elif name.endswith("bias") or name == "fuse.weight":
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
-        self.fc.weight[:, self.config.embedding_size :] = torch.eye(self.config.hidden_size)
+        if self.config.reads_features:
+            self.fc.weight[:, -hidden:] = torch.eye(hidden)
+        if self.fuse is not None:
+            self.fuse.weight[:, -hidden:] = torch.eye(hidden)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -365,6 +500,33 @@ class EagleHead(nn.Module):
             cos, sin = cos * self.rope_factor, sin * self.rope_factor
         return cos.to(dtype), sin.to(dtype)
 
+    @property
+    def shifted(self) -> bool:
+        """Whether the tokens that it reads are one step ahead of the features; False: those of the same place."""
+        return self.config.inputs != "feature+token"
+
+    def fc_input(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        """What `fc` reads, [..., fc_width].
+
+        Args:
+            embeddings: [..., E]: of the tokens one step ahead; unless `shifted`, of the features' own tokens, zeros for
+                the first of a text.
+            features: [..., H]; or, of a head with `feature_layers`, their streams [..., feature_width].
+        """
+        parts = []
+        if self.config.reads_embeddings:
+            parts.append(embeddings if self.embed_layernorm is None else self.embed_layernorm(embeddings))
+        if self.config.reads_features:
+            if self.fuse is not None and features.shape[-1] != self.config.hidden_size:
+                features = self.fuse(features)
+            parts.append(features if self.hidden_layernorm is None else self.hidden_layernorm(features))
+        return torch.cat(parts, -1)
+
+    def combine(self, embeddings: Tensor, features: Tensor) -> Tensor:
+        """What the first layer reads, [..., H]; see `fc_input`."""
+        out: Tensor = self.fc(self.fc_input(embeddings, features))
+        return out
+
     def forward(
         self,
         embeddings: Tensor,
@@ -377,8 +539,8 @@ class EagleHead(nn.Module):
         """Predict the next feature of every node.
 
         Args:
-            embeddings: [B, N, E], of the tokens one step ahead.
-            features: [B, N, H], true ones or this head's own predictions.
+            embeddings: [B, N, E], of the tokens one step ahead, see `fc_input`.
+            features: [B, N, H], true ones or this head's own predictions; or streams, see `fc_input`.
             positions: int64 [B, N]: the index of each node's feature.
             mask: bool [B, 1, N, L]: the keys that each node sees, itself included; L = max(lengths) + offset + N,
                 key l of row b being cache entry l. None: everything in the cache up to the node itself.
@@ -391,7 +553,7 @@ class EagleHead(nn.Module):
         Raises:
             InputError: the cache is full.
         """
-        x = self.fc(torch.cat((embeddings, features), -1))
+        x = self.combine(embeddings, features)
         cos, sin = self.rotation(positions, x.dtype)
         nodes = x.shape[1]
         causal = mask is None and cache is None and nodes > 1

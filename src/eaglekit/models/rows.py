@@ -30,8 +30,12 @@ class FastRows:
         self._caches = target.caches(slots, max_length)
 
     @torch.inference_mode()
-    def read(self, ids: Sequence[Sequence[int]], slots: Sequence[int]) -> list[Tensor]:
-        """Features [n_b, H] of each text of `ids`, read from position 0 into the caches of its slot."""
+    def read(self, ids: Sequence[Sequence[int]], slots: Sequence[int], layers: Sequence[int] = ()) -> list[Tensor]:
+        """Features [n_b, H] of each text of `ids`, read from position 0 into the caches of its slot.
+
+        With `layers`, ids of residual streams as in `Target.open`, these follow the features in ascending order:
+        [n_b, H * (1 + len(layers))].
+        """
         features: list[Tensor] = []
         group: list[int] = []
         for b in range(len(ids)):
@@ -39,7 +43,9 @@ class FastRows:
             if sum(len(ids[i]) for i in group) >= _GROUP_TOKENS or b == len(ids) - 1:
                 plan = join([chain(slots[i], 0, len(ids[i])) for i in group])
                 tokens = torch.tensor([t for i in group for t in ids[i]])
-                out, _ = self.target.forward(tokens, plan, self._caches)
+                out, streams = self.target.forward(tokens, plan, self._caches, layers)
+                if layers:
+                    out = torch.cat((out, *(streams[k] for k in sorted(streams))), -1)
                 features.extend(out.split([len(ids[i]) for i in group]))
                 group = []
         return features

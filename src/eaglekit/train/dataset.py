@@ -138,8 +138,8 @@ def _add_text(found: TrainingText, tokenizer: Any, text: str, max_prompt_tokens:
 
 
 def _add_dialogue(found: TrainingText, tokenizer: Any, messages: Sequence[Message], max_tokens: int) -> None:
-    whole = _encode(tokenizer, messages)
-    dialogue = _cut(whole, max_tokens)
+    whole = encode_dialogue(tokenizer, messages)
+    dialogue = cut_dialogue(whole, max_tokens)
     if dialogue is None:
         found.dropped["without an answer that can be trained on" if not whole.spans else "answered too late"] += 1
         return
@@ -176,24 +176,21 @@ def encode_prompt(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
     return _render(tokenizer, messages[: last + 1], generate=True)
 
 
-def encode_dialogue(tokenizer: Any, messages: Sequence[Message], max_tokens: int) -> Dialogue | None:
-    """The dialogue's first `max_tokens` ids and its answers' spans; None when no answer is left in them.
+def encode_dialogue(tokenizer: Any, messages: Sequence[Message]) -> Dialogue:
+    """The dialogue's ids and its answers' spans.
 
     An answer's span is what the template adds to the prompt that precedes it: its text and the end-of-turn token, up to
     the last token that is the same whether or not another turn follows.
     """
-    return _cut(_encode(tokenizer, messages), max_tokens)
+    ids = _render(tokenizer, messages, generate=False)
+    return Dialogue(ids, list(find_spans(tokenizer, messages, ids)))
 
 
-def _cut(dialogue: Dialogue, max_tokens: int) -> Dialogue | None:
+def cut_dialogue(dialogue: Dialogue, max_tokens: int) -> Dialogue | None:
+    """Its first `max_tokens` ids; None when no answer is left in them."""
     spans = [(start, min(end, max_tokens)) for start, end in dialogue.spans if start < max_tokens]
     kept = dialogue.ids[:max_tokens]
     return Dialogue(kept, spans, dialogue.greedy) if spans and len(kept) >= _LEAST else None
-
-
-def _encode(tokenizer: Any, messages: Sequence[Message]) -> Dialogue:
-    ids = _render(tokenizer, messages, generate=False)
-    return Dialogue(ids, list(find_spans(tokenizer, messages, ids)))
 
 
 def find_spans(

@@ -8,7 +8,7 @@ target in float32, and do not depend on the machine.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 from eaglekit.errors import InputError
 from eaglekit.models.head import EagleHead
 from eaglekit.models.hf import HFTarget
-from eaglekit.train.evaluate import Acceptance, Tally, standard_shapes
+from eaglekit.train.dataset import encode_prompt
+from eaglekit.train.evaluate import Acceptance, Example, Tally, standard_shapes
 from eaglekit.train.generate import Finished, Job, generate
 from eaglekit.train.pipeline import pad_id, read_embedding, read_readout
 
@@ -91,6 +92,50 @@ def eval_head(
         InputError: there are no prompts, or one leaves no room in the context for two tokens.
         UnsupportedModelError: the target's `lm_head` is not a matrix.
     """
+    readout, embedding = read_readout(target, progress), read_embedding(target)
+    tally = Tally(head, embedding, readout, standard_shapes())
+    allowed = torch.ones(target.info.vocab_size, dtype=torch.bool)
+    if head.draft_vocab is not None:
+        allowed.fill_(False)[head.draft_vocab.cpu()] = True
+    done = tokens = covered = 0
+    for example in answer_prompts(
+        target, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress
+    ):
+        answer = example[0][example[2] :]
+        done, tokens, covered = done + 1, tokens + len(answer), covered + int(allowed[answer].sum())
+        tally.add(example)
+    return HeadReport(tally.acceptance(), done, tokens, int(allowed.sum()), covered / max(1, tokens))
+
+
+def encode_text(tokenizer: Any, text: str) -> list[int]:
+    """Ids of a prompt, as `generate` reads it: in the chat template, where there is one."""
+    if tokenizer.chat_template:
+        return encode_prompt(tokenizer, [{"role": "user", "content": text}])
+    return list(tokenizer(text)["input_ids"])
+
+
+def answer_prompts(
+    target: HFTarget,
+    tokenizer: Any,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int = 256,
+    batch_size: int = 16,
+    progress: Callable[[str], None] = print,
+) -> Iterator[Example]:
+    """The target's greedy answers with their features, in float32, as they get ready.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer.
+        prompts: See `eval_head`.
+        max_new_tokens: See `eval_head`.
+        batch_size: See `eval_head`.
+        progress: See `eval_head`.
+
+    Raises:
+        InputError: see `eval_head`.
+    """
     info = target.info
     if not prompts or max_new_tokens < 1:
         raise InputError(
@@ -102,17 +147,11 @@ def eval_head(
                 f"eval-head: prompt {place} has {len(prompt)} tokens; expected 1 to {info.max_length - 2}, the context "
                 f"of {info.name} less two; leave it out"
             )
-    readout, embedding = read_readout(target, progress), read_embedding(target)
     ends = frozenset(target.defaults(tokenizer).eos_ids)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     queue = deque(
         Job(i, tuple(prompts[i]), 0.0, min(max_new_tokens, info.max_length - len(prompts[i])), ends, 0) for i in order
     )
-    tally = Tally(head, embedding, readout, standard_shapes())
-    allowed = torch.ones(info.vocab_size, dtype=torch.bool)
-    if head.draft_vocab is not None:
-        allowed.fill_(False)[head.draft_vocab.cpu()] = True
-    done = tokens = covered = 0
     groups = generate(
         target.model,
         queue,
@@ -122,17 +161,13 @@ def eval_head(
         features=torch.float32,
         weights="fp32",
     )
+    done = tokens = 0
     for group in groups:
         for finished in group:
             ids = torch.tensor([*finished.job.prompt, *finished.answer])
-            covered += int(allowed[ids[len(finished.job.prompt) :]].sum())
-            tokens += len(finished.answer)
-            done += 1
-            tally.add((ids, _features(target, finished), len(finished.job.prompt)))
+            done, tokens = done + 1, tokens + len(finished.answer)
+            yield ids, _features(target, finished), len(finished.job.prompt)
         progress(f"{done} of {len(prompts)} prompts, {tokens} tokens")
-    coverage = covered / max(1, tokens)
-    size = info.vocab_size if head.draft_vocab is None else len(head.draft_vocab)
-    return HeadReport(tally.acceptance(), done, tokens, size, coverage)
 
 
 def _features(target: HFTarget, finished: Finished) -> torch.Tensor:

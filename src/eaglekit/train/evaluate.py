@@ -16,10 +16,10 @@ from torch import Tensor
 
 from eaglekit.core.tree import TreeShape
 from eaglekit.models.head import EagleHead
-from eaglekit.train.objective import unroll
+from eaglekit.train.objective import block_rows, embed, pairs_of, unroll
 
 Example = tuple[Tensor, Tensor, int]
-"""ids int64 [n]; features [n - 1 or more, H]; where the answer, which goes to the end, starts."""
+"""ids int64 [n]; features [n - 1 or more, W], see `pairs_of`; where the answer, which goes to the end, starts."""
 
 
 @dataclass(frozen=True)
@@ -90,10 +90,11 @@ class Tally:
             return  # an answer of one token: no round begins
         mode = head.training
         head.eval()
-        inputs = self._embedding[ids[1:-1].to(device)], features[:length].to(device)
-        outputs = unroll(head, inputs[0][None].to(head.dtype), inputs[1][None].to(head.dtype), self._depth)
+        tokens, read, _ = pairs_of(head, ids, features[: len(ids) - 1])
+        embedded = embed(self._embedding, tokens.to(device)).to(head.dtype)
+        outputs = unroll(head, embedded, read.to(device, head.dtype), [length], self._depth, [start - 1])
         head.train(mode)
-        ranks = _ranks([y[0] for y in outputs], ids[2:], self._readout, start - 1, self._width, self._banned)
+        ranks = _ranks(outputs, ids[2:], self._readout, start - 1, self._width, self._banned)
         for root in range(start - 1, length):
             for s in range(min(self._depth, length - root)):
                 good = ranks[s][root + s] == 0
@@ -164,7 +165,7 @@ def _ranks(
     for output in outputs:
         ranks = torch.full((len(labels),), width)
         rows = alive.nonzero()[:, 0]
-        for part in rows.split(256):
+        for part in rows.split(block_rows(len(readout))):
             logits = output[part].to(readout.dtype) @ readout.T + banned
             own = logits.gather(1, labels[part, None].to(logits.device))
             ranks[part] = (logits > own).sum(-1).clamp_(max=width).cpu()

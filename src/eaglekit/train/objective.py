@@ -9,13 +9,18 @@ Unrolled training. In step 0 every input is true. In step s the feature of input
 - 1 at j - 1, as it is s levels down in a draft; input j then sees the true keys up to j - s, one key of each step 1 …
 s - 1 in between (step r's at j - s + r), and its own. Input j is trained in step s when all of j - s … j are trained.
 
-    B rows, N inputs per row (padded), E embedding width, H feature width, V rows of the read-out, S unrolled steps
+Packing. Dialogues lie end to end without padding: the head and the losses, nearly all of the work, see T inputs in a
+row. Only attention, where dialogues must not see each other, lays them side by side.
+
+    T inputs of all dialogues of a batch, B dialogues, N inputs of the longest one, E embedding width, H feature width,
+    W width of the head's input features (H, or several layers' side by side), V rows of the read-out, S unrolled steps
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,30 +29,37 @@ from torch.nn import functional as F
 
 from eaglekit.models.head import EagleHead
 
-_ROWS = 256  # rows of logits held at a time: a block that stays in the processor's caches
+_BLOCK = 1 << 23  # logits held at a time, numbers: 16 MB in bfloat16, a block that stays near the processor
+_MOST_ROWS = 256
+
+
+def block_rows(vocabulary: int) -> int:
+    """Rows of logits computed at a time, so that a block of them is bounded whatever the vocabulary."""
+    return max(8, min(_MOST_ROWS, _BLOCK // max(1, vocabulary)))
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Inputs and targets of B padded dialogues.
+    """Inputs and targets of B dialogues, one behind the other.
 
     Attributes:
-        tokens: int64 [B, N]: t_{j+1}.
-        features: [B, N, H]: f_j.
-        targets: [B, N, H]: f_{j+1}.
-        labels: int64 [B, N]: t_{j+2}.
-        trained: bool [B, N]: which inputs are trained; never a padded one.
+        tokens: int64 [T]: t_{j+1}, or t_j for a head whose tokens are not one step ahead (-1 where there is none).
+        features: [T, W]: what stands in for f_j in the head's input; noise included.
+        targets: [T, H]: f_{j+1}.
+        trained: bool [T]: which inputs are trained.
+        lengths: Inputs of each dialogue.
     """
 
     tokens: Tensor
     features: Tensor
     targets: Tensor
-    labels: Tensor
     trained: Tensor
+    lengths: tuple[int, ...]
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
-        return Batch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        tokens, features, targets = (t.to(device) for t in (self.tokens, self.features, self.targets))
+        return Batch(tokens, features, targets, self.trained.to(device), self.lengths)
 
 
 @dataclass(frozen=True)
@@ -58,15 +70,15 @@ class LossWeights:
         regression: Of the smooth L1 distance of features; 1 in the paper.
         classification: Of the cross-entropy against the target's law; 0.1 in the paper.
         steps: Of each unrolled step; one step is the paper's teacher forcing.
-        noise: Half-width of the uniform noise on input features, in units of `scale`; 0.1 in the paper.
         scale: Features are divided by this before they are compared: 1 in the paper, or their standard deviation.
+        top_k: The target's law is cut to its `top_k` most probable tokens and made to sum to 1 again; 0 keeps all.
     """
 
     regression: float = 0.5
     classification: float = 0.5
     steps: tuple[float, ...] = (1.0, 0.8, 0.64)
-    noise: float = 0.1
     scale: float = 1.0
+    top_k: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,13 +87,34 @@ class Losses:
 
     Attributes:
         total: Scalar to differentiate.
-        regression: Per step, the mean smooth L1 distance.
-        classification: Per step, the mean cross-entropy, nats.
+        parts: float32 [2, S], without gradient: for each step, the smooth L1 distance and the cross-entropy in nats,
+            summed over the trained inputs and divided by their count.
     """
 
     total: Tensor
-    regression: tuple[float, ...]
-    classification: tuple[float, ...]
+    parts: Tensor
+
+
+def pairs_of(head: EagleHead, ids: Tensor, features: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What `head` reads and predicts along a dialogue of n tokens.
+
+    Args:
+        head: The head.
+        ids: int64 [n].
+        features: [n - 1, H], or [n - 1, H + W] with the streams of the layers that the head reads behind them.
+
+    Returns:
+        tokens int64 [n - 2], -1 where there is none; features [n - 2, W or H] that the head reads; targets [n - 2, H].
+    """
+    hidden = head.config.hidden_size
+    read = features[:-1, hidden:] if head.config.feature_layers else features[:-1, :hidden]
+    tokens = ids[1:-1] if head.shifted else F.pad(ids[1:-2], (1, 0), value=-1)
+    return tokens, read, features[1:, :hidden]
+
+
+def embed(embedding: Tensor, tokens: Tensor) -> Tensor:
+    """Embeddings [T, E] of `tokens` int64 [T]; zeros for -1."""
+    return embedding[tokens.clamp_min(0)].masked_fill(tokens[:, None] < 0, 0)
 
 
 def add_noise(features: Tensor, half_width: float, generator: torch.Generator) -> Tensor:
@@ -95,38 +128,77 @@ def add_noise(features: Tensor, half_width: float, generator: torch.Generator) -
     return features + (2.0 * noise - 1.0) * half_width
 
 
-def step_masks(trained: Tensor, steps: int) -> list[Tensor]:
-    """Masks [B, N] for each unrolled step: step s needs inputs j - s … j trained."""
+def step_masks(trained: Tensor, lengths: Sequence[int], steps: int) -> list[Tensor]:
+    """Masks [T] for each unrolled step: step s needs inputs j - s … j of one dialogue trained."""
     masks = [trained]
-    for s in range(1, steps):
-        mask = masks[-1].clone()
-        mask[:, :s] = False
-        mask[:, s:] &= trained[:, :-s]
-        masks.append(mask)
+    firsts = torch.tensor(list(accumulate(lengths, initial=0))[:-1], dtype=torch.long, device=trained.device)
+    for _ in range(1, steps):
+        before = F.pad(masks[-1][:-1], (1, 0))
+        before[firsts] = False
+        masks.append(before & trained)
     return masks
 
 
-def _attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-    """Attention of unrolled step s = len(keys) - 1 >= 1: queries `q` [B, h, M, D] of the last M inputs.
+class Layout:
+    """Where the inputs of some dialogues stand: flat, and side by side for attention.
+
+    Args:
+        lengths: Inputs of each dialogue.
+        skipped: Inputs of each dialogue that are left out at its front.
+        device: Of the tensors.
+
+    Attributes:
+        flat: int64 [T']: places of the inputs that are kept, among all inputs.
+        positions: int64 [T']: index of each within its dialogue.
+        first: bool [T']: whether it is the first one kept of its dialogue.
+        starts: int64 [B]: `skipped`.
+    """
+
+    def __init__(self, lengths: Sequence[int], skipped: Sequence[int], device: torch.device | str) -> None:
+        kept = [n - s for n, s in zip(lengths, skipped, strict=True)]
+        offsets = list(accumulate(lengths, initial=0))
+        self.rows, self.width = len(kept), max(kept, default=0)
+        sizes = torch.tensor(kept, dtype=torch.long)
+        row = torch.repeat_interleave(torch.arange(self.rows), sizes)
+        place = torch.arange(len(row)) - (torch.cumsum(sizes, 0) - sizes)[row]
+        starts = torch.tensor(skipped, dtype=torch.long)
+        positions = place + starts[row]
+        self.flat = (positions + torch.tensor(offsets, dtype=torch.long)[row]).to(device)
+        self.positions, self.first, self.starts = positions.to(device), (place == 0).to(device), starts.to(device)
+        self._slots = (row * self.width + place).to(device)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """[1, h, T', D] as [B, h, N, D], zeros where a dialogue is shorter."""
+        _, heads, _, dim = x.shape
+        out = x.new_zeros(self.rows * self.width, heads, dim).index_copy(0, self._slots, x[0].transpose(0, 1))
+        return out.view(self.rows, self.width, heads, dim).transpose(1, 2)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[B, h, N, D] back as [1, h, T', D]."""
+        rows, heads, width, dim = x.shape
+        flat = x.transpose(1, 2).reshape(rows * width, heads, dim).index_select(0, self._slots)
+        return flat.transpose(0, 1)[None]
+
+
+def _attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], starts: Tensor) -> Tensor:
+    """Attention of unrolled step s = len(keys) - 1 >= 1: queries `q` [B, h, M, D], row b's from input `starts[b]` on.
 
     `keys[0]` [B, kv, N, D] are the true ones, `keys[r]` [B, kv, M, D] those of step r.
 
     Scores against the true keys are one product; against the keys of later steps, of which each query sees one per
-    step, they are M numbers per step. The first s queries have no chain behind them: their outputs are finite and
-    never used.
+    step, they are M numbers per step. The first s queries of a row have no chain behind them: their outputs are finite
+    and never used.
     """
     batch, heads, length, dim = q.shape
     kv, total, s = keys[0].shape[1], keys[0].shape[2], len(keys) - 1
     groups = heads // kv
     q = (q * dim**-0.5).reshape(batch, kv, groups, length, dim)
-    j = torch.arange(total, device=q.device)
-    hidden = torch.zeros(length, total, dtype=q.dtype, device=q.device)
-    hidden.masked_fill_(j[None, :] > j[total - length :, None] - s, float("-inf"))
-    true = torch.baddbmm(
-        hidden.repeat(groups, 1)[None],
-        q.view(batch * kv, groups * length, dim),
-        keys[0].reshape(batch * kv, total, dim).transpose(1, 2),
+    last = starts[:, None] + torch.arange(length, device=q.device) - s  # the last true key that each query sees
+    hidden = torch.arange(total, device=q.device) > last[:, :, None]
+    true = torch.bmm(
+        q.reshape(batch * kv, groups * length, dim), keys[0].reshape(batch * kv, total, dim).transpose(1, 2)
     ).view(batch, kv, groups, length, total)
+    true = true.masked_fill(hidden[:, None, None], float("-inf"))
 
     def shifted(x: Tensor, r: int) -> Tensor:  # [B, kv, 1, M, D]: at j, step r's row of j - s + r
         back = min(s - r, length)
@@ -142,48 +214,63 @@ def _attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
     return y.reshape(batch, heads, length, dim)
 
 
-def unroll(head: EagleHead, embeddings: Tensor, features: Tensor, steps: int, first: int = 0) -> list[Tensor]:
-    """Outputs of `steps` unrolled steps: the list's item s is [B, N, H], position j holding a prediction of f_{j+1}.
+def unroll(
+    head: EagleHead, embeddings: Tensor, features: Tensor, lengths: Sequence[int], steps: int, skipped: Sequence[int]
+) -> list[Tensor]:
+    """Outputs of `steps` unrolled steps: the list's item s is [T, H], place j of a dialogue predicting its f_{j+1}.
 
     Args:
         head: The head.
-        embeddings: [B, N, E] of the tokens t_{j+1}.
-        features: [B, N, H], true, noise included.
+        embeddings: [T, E] of the tokens.
+        features: [T, W], true, noise included.
+        lengths: Inputs of each dialogue.
         steps: S.
-        first: The first input that a chain starts from; after step 0 the inputs before it are left out, and are 0 in
-            the outputs.
+        skipped: For each dialogue, the first input that a chain starts from; after step 0 the inputs before it are left
+            out, and are 0 in the outputs.
     """
-    batch, length, _ = embeddings.shape
-    positions = torch.arange(length, device=embeddings.device)[None].expand(batch, -1)
+    device, total = embeddings.device, len(embeddings)
+    layouts = [Layout(lengths, [0] * len(lengths), device), Layout(lengths, skipped, device)]
     grouped = head.config.num_key_value_heads != head.config.num_attention_heads
     cached: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in head.layers]
     outputs: list[Tensor] = []
+    x = features
     for s in range(steps):
+        layout = layouts[min(s, 1)]
         if s == 1:
-            embeddings, positions = embeddings[:, first:], positions[:, first:]
+            embeddings, x = embeddings[layout.flat], x[layout.flat]
         if s:
-            features = F.pad(outputs[-1][:, first:-1], (0, 0, 1, 0))
-        x = head.fc(torch.cat((embeddings, features.to(embeddings.dtype)), -1))
-        cos, sin = head.rotation(positions, x.dtype)
+            x = F.pad(x[:-1], (0, 0, 1, 0)).masked_fill(layout.first[:, None], 0)
+        x = head.combine(embeddings, x.to(embeddings.dtype))[None]
+        cos, sin = head.rotation(layout.positions[None], x.dtype)
         for layer, (keys, values) in zip(head.layers, cached, strict=True):
 
             def attend(
-                q: Tensor, k: Tensor, v: Tensor, keys: list[Tensor] = keys, values: list[Tensor] = values, s: int = s
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                keys: list[Tensor] = keys,
+                values: list[Tensor] = values,
+                layout: Layout = layout,
             ) -> Tensor:
+                q, k, v = layout.spread(q), layout.spread(k), layout.spread(v)
                 keys.append(k)
                 values.append(v)
-                if s == 0:
-                    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-                return _attend_unrolled(q, keys, values)
+                if len(keys) == 1:
+                    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+                else:
+                    y = _attend_unrolled(q, keys, values, layout.starts)
+                return layout.gather(y)
 
             x = layer(x, cos, sin, attend)
-        outputs.append(F.pad(x, (0, 0, first, 0)) if s and first else x)
+        x = x[0]
+        outputs.append(x if s == 0 else x.new_zeros(total, x.shape[1]).index_copy(0, layout.flat, x))
     return outputs
 
 
 def regression_loss(predicted: Tensor, target: Tensor, scale: float = 1.0) -> Tensor:
-    """Mean smooth L1 distance of `predicted` and `target` [rows, H], both divided by `scale`."""
-    return F.smooth_l1_loss(predicted.float() / scale, target.float() / scale)
+    """Smooth L1 distance of `predicted` and `target` [rows, H], both divided by `scale`: mean over H, sum over rows."""
+    distance = F.smooth_l1_loss(predicted.float() / scale, target.float() / scale, reduction="sum")
+    return distance / predicted.shape[-1]
 
 
 @dataclass(frozen=True)
@@ -202,12 +289,11 @@ class TargetLaw:
     means: Tensor
 
     @staticmethod
-    def of(features: Tensor, readout: Tensor) -> TargetLaw:
-        """The laws at true `features` [rows, H], computed in the dtype of `readout`."""
+    def of(features: Tensor, readout: Tensor, top_k: int = 0) -> TargetLaw:
+        """The laws at true `features` [rows, H], computed in the dtype of `readout`; cut to `top_k` tokens if not 0."""
         means = torch.empty(features.shape, dtype=torch.float32, device=features.device)
-        for start in range(0, len(features), _ROWS):
-            rows = slice(start, start + _ROWS)
-            _, means[rows] = _logsum_and_mean(features[rows].to(readout.dtype), readout)
+        for part in _blocks(len(features), readout):
+            _, means[part] = _logsum_and_mean(features[part].to(readout.dtype), readout, top_k)
         return TargetLaw(readout, means)
 
     def select(self, rows: Tensor) -> TargetLaw:
@@ -215,9 +301,17 @@ class TargetLaw:
         return TargetLaw(self.readout, self.means[rows])
 
 
-def _logsum_and_mean(block: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
+def _blocks(rows: int, readout: Tensor) -> Iterator[slice]:
+    size = block_rows(len(readout))
+    return (slice(start, start + size) for start in range(0, rows, size))
+
+
+def _logsum_and_mean(block: Tensor, readout: Tensor, top_k: int = 0) -> tuple[Tensor, Tensor]:
     """logsumexp(W x), float32 [rows], and Wᵀ softmax(W x), float32 [rows, H], of a block x [rows, H]."""
     logits = block @ readout.T
+    if 0 < top_k < len(readout):
+        least = logits.topk(top_k, dim=-1).values[:, -1:]
+        logits.masked_fill_(logits < least, float("-inf"))
     top = logits.amax(-1, keepdim=True)
     weights = logits.sub_(top).exp_()
     total = weights.sum(-1, keepdim=True, dtype=torch.float32)
@@ -226,21 +320,20 @@ def _logsum_and_mean(block: Tensor, readout: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
-    """Mean cross-entropy; the gradient, Wᵀ (softmax(W f̂) - p), is found along with the value."""
+    """Cross-entropy, summed; the gradient, Wᵀ (softmax(W f̂) - p), is found along with the value."""
 
     @staticmethod
     def forward(ctx: Any, predicted: Tensor, law: TargetLaw) -> Tensor:
         gradient = torch.empty_like(predicted, dtype=torch.float32)
-        total = torch.zeros((), dtype=torch.float64)
-        for start in range(0, len(predicted), _ROWS):
-            rows = slice(start, start + _ROWS)
-            block = predicted[rows].to(law.readout.dtype)
+        total = torch.zeros((), dtype=torch.float64, device=predicted.device)
+        for part in _blocks(len(predicted), law.readout):
+            block = predicted[part].to(law.readout.dtype)
             logsums, means = _logsum_and_mean(block, law.readout)
-            total += (logsums - (block.float() * law.means[rows]).sum(-1)).cpu().sum(dtype=torch.float64)
-            gradient[rows] = means - law.means[rows]
-        ctx.save_for_backward(gradient.div_(max(1, len(predicted))))
+            total += (logsums - (block.float() * law.means[part]).sum(-1)).sum(dtype=torch.float64)
+            gradient[part] = means - law.means[part]
+        ctx.save_for_backward(gradient)
         ctx.dtype = predicted.dtype
-        return (total / max(1, len(predicted))).float().to(predicted.device)
+        return total.float()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -249,7 +342,7 @@ class _SoftCrossEntropy(torch.autograd.Function):
 
 
 def classification_loss(predicted: Tensor, law: TargetLaw) -> Tensor:
-    """Mean cross-entropy, nats, of the draft's law lm_head(`predicted` [rows, H]) against the target's law."""
+    """Cross-entropy, nats, of the draft's law lm_head(`predicted` [rows, H]) against the target's, summed over rows."""
     loss: Tensor = _SoftCrossEntropy.apply(predicted, law)  # type: ignore[no-untyped-call]
     return loss
 
@@ -260,9 +353,9 @@ def compute_losses(
     embedding: Tensor,
     readout: Tensor,
     weights: LossWeights,
-    generator: torch.Generator,
+    counts: Sequence[int] | None = None,
 ) -> Losses:
-    """The training loss of a batch.
+    """The training loss of a batch, or of a part of one.
 
     Args:
         head: The head, in training mode.
@@ -270,38 +363,40 @@ def compute_losses(
         embedding: [vocabulary, E], the target's frozen embeddings.
         readout: [V, H], rows of the target's `lm_head`: all, or the tokens that are frequent in the training text.
         weights: See `LossWeights`.
-        generator: Source of the noise.
+        counts: Trained inputs of each step in the whole batch; None: this is the whole batch. Losses of its parts then
+            sum up to the loss of the whole, and so do their gradients.
     """
     dtype = readout.dtype
-    noisy = add_noise(batch.features.to(dtype), weights.noise * weights.scale, generator)
-    masks = step_masks(batch.trained, len(weights.steps))
-    columns = batch.trained.any(0).nonzero()
-    first = int(columns[0, 0]) if len(columns) else 0
-    outputs = unroll(head, embedding[batch.tokens].to(dtype), noisy, len(weights.steps), first)
-    return losses_of(outputs, masks, batch.targets, readout, weights)
+    masks = step_masks(batch.trained, batch.lengths, len(weights.steps))
+    skipped = [int(t.to(torch.int8).argmax()) for t in batch.trained.cpu().split(list(batch.lengths))]
+    embedded = embed(embedding, batch.tokens).to(dtype)
+    outputs = unroll(head, embedded, batch.features.to(dtype), batch.lengths, len(weights.steps), skipped)
+    return losses_of(outputs, masks, batch.targets, readout, weights, counts)
 
 
 def losses_of(
-    outputs: Sequence[Tensor], masks: Sequence[Tensor], targets: Tensor, readout: Tensor, weights: LossWeights
+    outputs: Sequence[Tensor],
+    masks: Sequence[Tensor],
+    targets: Tensor,
+    readout: Tensor,
+    weights: LossWeights,
+    counts: Sequence[int] | None = None,
 ) -> Losses:
-    """The loss of unrolled `outputs` [B, N, H] against `targets` [B, N, H], each step over its own mask [B, N]."""
+    """The loss of unrolled `outputs` [T, H] against `targets` [T, H], each step over its own mask [T]."""
     device = outputs[0].device
-    total = torch.zeros((), device=device)
-    regressions, classifications = [], []
-    full = torch.full(targets.shape[:2], -1, dtype=torch.long, device=device)
-    full[masks[0]] = torch.arange(int(masks[0].sum()), device=device)
+    counts = [int(mask.sum()) for mask in masks] if counts is None else counts
+    place = masks[0].cumsum(0) - 1  # of an input among the trained ones
     true = targets[masks[0]]
-    law = TargetLaw.of(true, readout)
-    for output, mask, weight in zip(outputs, masks, weights.steps, strict=True):
-        rows = full[mask]
+    law = TargetLaw.of(true, readout, weights.top_k)
+    total = torch.zeros((), device=device)
+    parts = torch.zeros(2, len(outputs), device=device)
+    for s, (output, mask, weight, count) in enumerate(zip(outputs, masks, weights.steps, counts, strict=True)):
+        rows = place[mask]
         if not len(rows):
-            regressions.append(0.0)
-            classifications.append(0.0)
             continue
         predicted = output[mask]
-        regression = regression_loss(predicted, true[rows], weights.scale)
-        classification = classification_loss(predicted, law.select(rows))
+        regression = regression_loss(predicted, true[rows], weights.scale) / count
+        classification = classification_loss(predicted, law.select(rows)) / count
         total = total + weight * (weights.regression * regression + weights.classification * classification)
-        regressions.append(float(regression.detach()))
-        classifications.append(float(classification.detach()))
-    return Losses(total, tuple(regressions), tuple(classifications))
+        parts[0, s], parts[1, s] = regression.detach(), classification.detach()
+    return Losses(total, parts)

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 
 from eaglekit.errors import InputError
 
+FEATURE_CACHE_GB = 10.0
+"""Features are kept on disk up to so many GB (10^9 bytes)."""
+
 
 @dataclass(frozen=True)
 class SynthesisOptions:
@@ -67,12 +70,34 @@ class SelfTalkOptions:
 
 
 @dataclass(frozen=True)
+class HeadOptions:
+    """The shape of a new head; see `head_options` of `models.head`, which judges them.
+
+    Attributes:
+        inputs: What it reads.
+        features: "last" or "fused".
+        layers: Decoder layers, 0.5 for attention alone.
+        mlp_width: Factor on the width of the target's MLP.
+        bias: Whether the input layer has one.
+        input_norm: Whether what it reads is normed.
+    """
+
+    inputs: str = "feature+shifted-token"
+    features: str = "last"
+    layers: float = 1
+    mlp_width: float = 1.0
+    bias: bool = False
+    input_norm: bool = False
+
+
+@dataclass(frozen=True)
 class TrainOptions:
     """How a head is trained.
 
     Attributes:
         epochs: Passes over the data; fractions are allowed.
-        batch_tokens: Tokens per optimizer step, padding included.
+        batch_tokens: Tokens per optimizer step, whatever the number of processes.
+        accumulate: Passes that each process takes over its share of a step: more need less memory.
         linear_start: Fit `fc` by ridge regression before the first step; see `start`.
         learning_rate: Peak; after `warmup_steps` it falls along a cosine to `final_rate` of it. The paper's is 3e-5,
             for widths of 4096 and more.
@@ -84,10 +109,15 @@ class TrainOptions:
         regression: Weight of the smooth L1 distance between features.
         classification: Weight of the cross-entropy.
         step_weights: One per unrolled step.
-        noise: Half-width of the uniform noise, in standard deviations of the features.
+        scaled: Measure the regression and the noise in standard deviations of the features; False is the paper's.
+        noise: Half-width of the uniform noise.
+        top_k: Teach the target's `top_k` most probable tokens alone, 0 for its whole law.
+        ema: Keep an average of the weights that forgets at this rate, such as 0.998, to judge and save; 0 for none.
         vocabulary: Tokens that the head may draft, those met most often; the cross-entropy runs over these alone.
         heldout: Greedy dialogues set aside for evaluation.
         eval_every: Optimizer steps between evaluations.
+        patience: Stop after so many evaluations without a better τ; 0 never.
+        log_every: Optimizer steps between lines of the log.
         checkpoint_minutes: Time between checkpoints.
         bfloat16: Compute in bfloat16, weights and optimizer in float32.
         seed: Of the data's order, the noise and a new head's weights.
@@ -95,6 +125,7 @@ class TrainOptions:
 
     epochs: float = 3.0
     batch_tokens: int = 4096
+    accumulate: int = 1
     linear_start: bool = True
     learning_rate: float = 6e-4
     warmup_steps: int = 40
@@ -105,10 +136,15 @@ class TrainOptions:
     regression: float = 0.5
     classification: float = 0.5
     step_weights: tuple[float, ...] = (1.0, 0.8, 0.64)
+    scaled: bool = True
     noise: float = 0.1
+    top_k: int = 0
+    ema: float = 0.0
     vocabulary: int = 8192
     heldout: int = 48
     eval_every: int = 200
+    patience: int = 0
+    log_every: int = 20
     checkpoint_minutes: float = 5.0
     bfloat16: bool = True
     seed: int = 0
@@ -119,11 +155,20 @@ class TrainOptions:
         Raises:
             InputError: see there.
         """
-        positive = ("epochs", "batch_tokens", "learning_rate", "clip", "vocabulary", "heldout", "eval_every")
+        positive = (
+            "epochs", "batch_tokens", "accumulate", "learning_rate", "clip", "vocabulary", "heldout", "eval_every",
+            "log_every",
+        )  # fmt: skip
         values = {name: getattr(self, name) for name in positive}
         wrong = [
             f"{name} is {value}, expected more than 0" for name, value in values.items() if not 0 < value < math.inf
         ]
+        counts = {name: getattr(self, name) for name in ("noise", "top_k", "patience", "warmup_steps", "weight_decay")}
+        wrong += [
+            f"{name} is {value}, expected 0 or more" for name, value in counts.items() if not 0 <= value < math.inf
+        ]
+        if not 0 <= self.ema < 1:
+            wrong.append(f"ema is {self.ema}, expected 0 (none) to below 1, such as 0.998")
         if not self.step_weights:
             wrong.append("step_weights is empty, expected one weight per unrolled step, such as 1,0.8,0.64")
         if self.regression < 0 or self.classification < 0 or self.regression + self.classification == 0:

@@ -19,11 +19,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from eaglekit.errors import DataError, InputError
 from eaglekit.train.dataset import Dialogue, RefusedError, drop_torn_line, encode_prompt, find_spans, render_text
+from eaglekit.train.features import FEATURE_DTYPE, FeatureSink
 from eaglekit.train.forms import Message
 from eaglekit.train.generate import Finished, Job, generate, is_fast
 from eaglekit.train.options import SelfTalkOptions, SynthesisOptions
@@ -44,7 +44,7 @@ def self_talk(
     options: SelfTalkOptions,
     max_length: int,
     on_progress: Callable[[Report], None] | None = None,
-    on_features: Callable[[Dialogue, Tensor], None] | None = None,
+    on_features: FeatureSink | None = None,
 ) -> Report:
     """Have `count` dialogues in the file `path`.
 
@@ -97,7 +97,7 @@ def self_talk(
             batch_size=-(-room // 2) if fast else wave,
             max_length=stage.limit,
             pad_id=pad_id,
-            features=torch.bfloat16 if on_features else None,
+            features=FEATURE_DTYPE if on_features else None,
         )
         for group in groups:
             for finished in group:
@@ -128,7 +128,7 @@ def _write(
     seen: Seen,
     report: Report,
     count: int,
-    on_features: Callable[[Dialogue, Tensor], None] | None,
+    on_features: FeatureSink | None,
 ) -> None:
     """Append the talks whose turn it is, up to `count` dialogues; those that are in the file already are left out."""
     for number in [n for n in ended if n < report.tries]:

@@ -1,8 +1,8 @@
 """A linear start: fit `fc` to the features by ridge regression before the first optimizer step.
 
-Most of what a draft head predicts is linear in its input: f_{j+1} from `[e(t_{j+1}) ; f_j]`. The fit takes seconds
-and replaces the first hundred steps or more of training; the rest of the head starts small and random and learns what
-is left.
+Most of what a draft head predicts is linear in its input: f_{j+1} from `[e(t_{j+1}) ; f_j]`, or from what its variant
+reads instead. The fit takes seconds and replaces the first hundred steps or more of training; the rest of the head
+starts small and random and learns what is left.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from eaglekit.models.head import EagleHead
-from eaglekit.train.features import FeatureStore, StoredDialogue
+from eaglekit.train.features import FeatureSource, StoredDialogue
 
 
 @torch.no_grad()
 def linear_start(
     head: EagleHead,
-    rows: Sequence[tuple[FeatureStore, StoredDialogue]],
+    source: FeatureSource,
+    rows: Sequence[StoredDialogue],
     embedding: Tensor,
     *,
     seed: int,
@@ -31,32 +32,42 @@ def linear_start(
 
     Args:
         head: A new head, in float32.
-        rows: Training dialogues; from the first answer on they are fitted.
+        source: Gives tokens and features.
+        rows: Its dialogues for training; from the first answer on they are fitted.
         embedding: [vocabulary, E], the target's embeddings, on any device; the fit is made on the CPU.
         seed: Of the choice of dialogues.
         tokens: About how many positions are fitted.
-        ridge: Weight of the penalty, relative to the inputs' mean square.
+        ridge: Weight of the penalty, relative to the inputs' mean square, or to each input's own with `feature_layers`.
     """
-    width = head.config.embedding_size + head.config.hidden_size + head.config.fc_bias
-    gram, cross = torch.zeros(width, width), torch.zeros(width, head.config.hidden_size)
+    config = head.config
+    width, device = config.fc_width + config.fc_bias, head.fc.weight.device
+    gram, cross = torch.zeros(width, width), torch.zeros(width, config.hidden_size)
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
     count = 0
     for i in order:
-        store, row = rows[i]
-        first = row.spans[0][0] - 1
-        features, ids = store.features(row)[first:].float(), store.tokens(row)[first + 1 : -1]
-        inputs = torch.cat((embedding[ids.to(embedding.device)].float().cpu(), features[:-1]), -1)
-        if head.config.fc_bias:
+        row = rows[i]
+        first, ids, read = row.spans[0][0] - 1, source.tokens(row), source.read([row])[0].float().cpu()
+        true = read[first:, : config.hidden_size]
+        features, targets = read[first:-1, config.hidden_size :] if config.feature_layers else true[:-1], true[1:]
+        start = first + head.shifted
+        embedded = embedding[ids[start : start + len(targets)].to(embedding.device)].float()
+        if not head.shifted and first == 0:
+            embedded[0] = 0
+        inputs = head.fc_input(embedded.to(device), features.to(device)).cpu()
+        if config.fc_bias:
             inputs = torch.cat((inputs, torch.ones(len(inputs), 1)), -1)
         gram.addmm_(inputs.T, inputs)
-        cross.addmm_(inputs.T, features[1:])
+        cross.addmm_(inputs.T, targets)
         count += len(inputs)
         if count >= tokens:
             break
+    # Some inputs of streams are thousands of times larger than embeddings: each is divided by its own size then.
+    scale = gram.diagonal().sqrt().clamp_min(1e-6) if config.feature_layers else torch.ones(width)
+    gram /= scale * scale[:, None]
     gram.diagonal().add_(ridge * gram.diagonal().mean() + 1e-6)
-    weight = torch.linalg.solve(gram, cross).T
-    if head.config.fc_bias:
+    weight = (torch.linalg.solve(gram, cross / scale[:, None]) / scale[:, None]).T
+    if config.fc_bias:
         head.fc.bias.copy_(weight[:, -1])
         weight = weight[:, :-1]
     head.fc.weight.copy_(weight)

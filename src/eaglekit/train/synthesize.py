@@ -17,16 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from eaglekit.errors import DataError
 from eaglekit.jsonl import read_lines
 from eaglekit.train.dataset import Dialogue, drop_torn_line
+from eaglekit.train.features import FEATURE_DTYPE, FeatureSink
 from eaglekit.train.generate import Job, generate
 from eaglekit.train.options import SynthesisOptions
-
-FeatureSink = Callable[[Dialogue, Tensor], None]
 
 
 def plan_batches(prompts: Sequence[Sequence[int]], options: SynthesisOptions) -> list[tuple[float, list[int]]]:
@@ -94,7 +90,7 @@ def synthesize(
         for i in batch
     )
     longest = max((len(job.prompt) for job in queue), default=0) + options.max_new_tokens
-    kept = torch.bfloat16 if on_features else None
+    kept = FEATURE_DTYPE if on_features else None
     count = tokens = 0
     for finished in generate(
         model, queue, batch_size=options.batch_size, max_length=longest, pad_id=pad_id, features=kept
