@@ -20,7 +20,7 @@ from eaglekit.cli import app
 from eaglekit.core.stats import Stats
 from eaglekit.errors import InputError
 from eaglekit.models.checkpoint import save_head
-from eaglekit.models.head import EagleHead, check_draft_vocab
+from eaglekit.models.head import INPUTS, EagleHead, check_draft_vocab
 from eaglekit.models.hf import HFTarget
 from eaglekit.train.eval_head import eval_head
 from eaglekit.train.options import SelfTalkOptions
@@ -60,6 +60,26 @@ def test_the_numbers_are_those_of_decoding(fast: bool, vocabulary: list[int] | N
     assert report.coverage == pytest.approx(sum(t in allowed for t in answers) / len(answers))
     assert (report.prompts, report.draft_vocabulary) == (4, len(allowed))
     assert said[-1] == f"4 of 4 prompts, {report.answer_tokens} tokens"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"inputs": name} for name in INPUTS[1:]),
+        {"feature_layers": (0, 2), "input_norm": True},
+        {"mlp": False},
+        {"num_hidden_layers": 2},
+    ],
+    ids=str,
+)
+def test_the_numbers_of_every_variant_are_those_of_decoding(changes: dict[str, Any]) -> None:
+    target = HFTarget(tiny.llama(vocab_size=8, eos_token_id=7, seed=9).eval(), "tiny")
+    head = tiny_head(target, 3, **changes)
+    report = eval_head(target, tiny.tokenizer(), head, PROMPTS, max_new_tokens=40, progress=lambda s: None)
+    model = Model.wrap(target, None, head)
+    assert report.acceptance.tokens > 40
+    for name, tree in (("chain", "chain:5"), ("tree", "paper")):
+        assert report.acceptance.tau[name] == pytest.approx(decoded(model, tree, 40).tau)
 
 
 def test_requests_that_cannot_be_carried_out() -> None:

@@ -96,7 +96,6 @@ def test_a_store_gives_back_what_was_written_over_several_shards(tmp_path: Path)
     assert "hidden_states[k]" in manifest["layer_convention"]
     assert manifest["files"].keys() == {"index.jsonl", "tokens.bin", *shards(tmp_path)}
     store = FeatureStore(tmp_path, FACTS)
-    assert store.width == WIDTH
     assert store.by_tokens()[tuple(dialogue(4).ids)] == store.dialogues[4]
 
 
@@ -248,7 +247,7 @@ def test_live_features_are_the_stored_ones_bit_for_bit(tmp_path: Path, fast: boo
     store: FeatureSource = FeatureStore(tmp_path, facts)
     live: FeatureSource = LiveFeatures(target, some, layers)
     assert live.dialogues == store.dialogues
-    assert live.width == store.width == 32 * (1 + len(layers))
+    assert {f.shape[-1] for f in live.read(live.dialogues)} == {32 * (1 + len(layers))}
     order = torch.randperm(len(some), generator=torch.Generator().manual_seed(0)).tolist()
     for part in (order, order[:1], order[5:8]):  # in any company
         rows = [live.dialogues[i] for i in part]
@@ -326,20 +325,20 @@ def test_answers_resume_where_they_stopped(tmp_path: Path, fast: bool, monkeypat
     options = SynthesisOptions(max_prompt_tokens=13, max_new_tokens=6, batch_size=4, temperatures=(0.0, 1.0))
     path, store = tmp_path / "a.jsonl", tmp_path / "f"
 
-    def run(max_batches: int | None) -> int:
+    def run(most: int | None) -> int:
         writer = FeatureWriter(store, FeatureFacts(32))
         try:
             return synthesize(
-                model, prompts, path, eos_ids=[256], pad_id=0, options=options, max_batches=max_batches,
+                model, prompts, path, eos_ids=[256], pad_id=0, options=options, most=most,
                 on_features=writer.append,
             )  # fmt: skip
         finally:
             writer.close()
 
-    assert run(1) == 4
+    assert run(3) == 3
     with path.open("a") as f:
         f.write('{"prompt": [1, 2')  # a line that a kill cut off
-    assert run(None) == 8
+    assert run(None) == 9
     assert run(None) == 0
     rows = list(read_dialogues(path))
     assert sorted(map(tuple, (p for p, _, _ in rows))) == sorted(map(tuple, prompts[:12]))  # the longest is skipped
@@ -443,7 +442,7 @@ def test_features_are_kept_if_they_fit_in_the_end(tmp_path: Path) -> None:
 def test_layers_are_read_behind_the_answers(tmp_path: Path) -> None:
     job = Preparing(tmp_path)
     stored, live = job(layers=(0, 1)), job(layers=(0, 1), feature_cache_gb=0)
-    assert stored.cached and stored.source.width == 96
+    assert stored.cached and all(f.shape[-1] == 96 for f in stored.source.read(stored.source.dialogues))
     assert_same(stored.source, live.source)
     with pytest.raises(DataError, match=r"layers \[0, 1\] there, \[\] now"):
         job()
@@ -477,6 +476,12 @@ def test_prompts_leave_room_for_answers_in_the_context(tmp_path: Path) -> None:
     assert not (tmp_path / "data").exists()
     rows = job(synthesis=SynthesisOptions(max_new_tokens=240, batch_size=4), answers=4).source.dialogues
     assert all(row.length <= 256 for row in rows)
+
+
+def test_as_many_prompts_are_answered_as_were_asked_for(tmp_path: Path) -> None:
+    prepared = Preparing(tmp_path)(answers=7)
+    assert sum(len(row.spans) == 1 and row.greedy is not None for row in prepared.source.dialogues) >= 7
+    assert len((tmp_path / "data" / "answers.jsonl").read_text().splitlines()) == 7
 
 
 OPTIONS = TrainOptions(

@@ -21,6 +21,11 @@ def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path, name: str) -> None:
     assert list(read_lines(tmp_path / name)) == [(1, rows[0]), (3, rows[1])]
 
 
+def test_a_mark_in_front_of_a_file_is_no_part_of_it(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"n": 1}\n{"n": 2}\n', encoding="utf-8-sig")
+    assert list(read_lines(tmp_path / "a.jsonl")) == [(1, {"n": 1}), (2, {"n": 2})]
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [(b"\xff", "not UTF-8"), (b"{", "not JSON"), (b"9" * 5000, "not JSON"), (b"[]", "a list, expected a JSON object")],

@@ -19,7 +19,7 @@ from eaglekit.train.trainer import Status
 from test_train import OPTIONS, new_store, run
 
 STATUS = Status(20, 40, 8000, 812.4, 83.0, 6e-4, (0.5, 0.25, 0.125), (3.0, 4.0, 5.0))
-JUDGED = replace(STATUS, step=40, acceptance=Acceptance({"chain": 1.5, "tree": 2.25}, (0.5, 0.25), 99))
+JUDGED = replace(STATUS, step=40, acceptance=Acceptance({"chain": 1.5, "tree": 2.25}, (0.5, 0.25), 99, {}))
 
 
 class Clock:

@@ -58,12 +58,6 @@ def test_variations_differ_from_the_baseline_in_exactly_one_thing(kind: str) -> 
         assert v.name == Path(v.name).name and v.name.isascii()
 
 
-def test_options_that_are_on_in_the_baseline_are_turned_off() -> None:
-    base = replace(TrainOptions(), ema=0.9, top_k=5, linear_start=False)
-    found = {v.name: v.options for v in variations("recipe", base)}
-    assert (found["ema"], found["top-k"], found["random-start"]) == ({"ema": 0.0}, {"top_k": 0}, {"linear_start": True})
-
-
 # --- the curve
 
 
@@ -307,5 +301,4 @@ def test_a_subset_reads_as_its_source(target: HFTarget) -> None:
     source = LiveFeatures(target, [Dialogue([1, 2, 3, 4], [(1, 4)]), Dialogue([5, 6, 7], [(1, 3)])])
     part = study.Subset(source, source.dialogues[1:])
     (row,) = part.dialogues
-    assert part.width == source.width and part.tokens(row).tolist() == [5, 6, 7]
     assert torch.equal(part.read([row])[0], source.read(source.dialogues)[1])

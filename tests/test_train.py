@@ -28,13 +28,13 @@ from eaglekit.train.objective import (
     Batch,
     LossWeights,
     TargetLaw,
-    add_noise,
     block_rows,
     classification_loss,
     compute_losses,
     losses_of,
     regression_loss,
     step_masks,
+    uniform,
     unroll,
 )
 from eaglekit.train.options import SynthesisOptions, TrainOptions
@@ -128,13 +128,10 @@ def test_logits_are_held_in_blocks_of_bounded_size() -> None:
 
 
 def test_noise_is_uniform_and_seeded() -> None:
-    zeros = torch.zeros(2000, WIDTH)
-    noise = add_noise(zeros, 0.1, torch.Generator().manual_seed(0))
-    assert float(noise.abs().max()) <= 0.1
-    assert abs(float(noise.std()) - 0.1 / 3**0.5) < 1e-3
-    assert torch.equal(noise, add_noise(zeros, 0.1, torch.Generator().manual_seed(0)))
-    elsewhere = add_noise(zeros.to("meta"), 0.1, torch.Generator().manual_seed(0))  # drawn on the CPU, then moved
-    assert elsewhere.device.type == "meta"
+    noise = uniform((2000, WIDTH), torch.Generator().manual_seed(0))
+    assert -1 <= float(noise.min()) < -0.999 and 0.999 < float(noise.max()) <= 1
+    assert abs(float(noise.std()) - 3**-0.5) < 1e-2 and abs(float(noise.mean())) < 1e-2
+    assert torch.equal(noise, uniform((2000, WIDTH), torch.Generator().manual_seed(0)))
 
 
 def test_every_tensor_of_a_batch_moves() -> None:
@@ -311,9 +308,9 @@ OPTIONS = TrainOptions(
 )  # fmt: skip
 
 
-def new_store(path: Path) -> FeatureStore:
+def new_store(path: Path, seed: int = 0) -> FeatureStore:
     writer = FeatureWriter(path, FeatureFacts(WIDTH))
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     for i in range(14):
         n = 8 + i
         ids = torch.randint(VOCAB, (n,), generator=generator)
@@ -323,8 +320,15 @@ def new_store(path: Path) -> FeatureStore:
     return FeatureStore(path, FeatureFacts(WIDTH))
 
 
-def run(store: FeatureStore, output: Path, options: TrainOptions = OPTIONS, **arguments: Any) -> tuple[EagleHead, Any]:
-    head = EagleHead(CONFIG, torch.Generator().manual_seed(1))
+def run(
+    store: FeatureStore,
+    output: Path,
+    options: TrainOptions = OPTIONS,
+    config: HeadConfig = CONFIG,
+    seed: int = 1,
+    **arguments: Any,
+) -> tuple[EagleHead, Any]:
+    head = EagleHead(config, torch.Generator().manual_seed(seed))
     arguments = {"metadata": {"target": "t"}, **arguments}
     result = train(head, store, EMBEDDING, READOUT, output, options=options, **arguments)
     return head, result
@@ -357,33 +361,52 @@ def test_training_learns_and_keeps_the_best(tmp_path: Path) -> None:
     assert len(said) == 1 + len(judged)
 
 
-def test_interrupted_training_ends_with_the_same_weights(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ema", [0.0, 0.9])
+def test_interrupted_training_ends_with_the_same_weights(tmp_path: Path, ema: float) -> None:
     store = new_store(tmp_path / "f")
-    whole, result = run(store, tmp_path / "a", progress=lambda s: None)
+    options = replace(OPTIONS, ema=ema, linear_start=True)
+    whole, result = run(store, tmp_path / "a", options, progress=lambda s: None)
 
     def stop(line: str) -> None:
         if line.startswith("step 6/"):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        run(store, tmp_path / "b", progress=stop)
+        run(store, tmp_path / "b", options, progress=stop)
     state = torch.load(tmp_path / "b" / "checkpoint.pt", weights_only=True)
     assert 0 < state["place"]["step"] < result.steps
     assert json.loads((tmp_path / "b" / "log.jsonl").read_text().splitlines()[-1])["step"] == 6
-    resumed, again = run(store, tmp_path / "b", progress=lambda s: None, resume=True)
+    again_options = replace(options, checkpoint_minutes=9.0)  # how often something is kept changes no weight
+    resumed, again = run(store, tmp_path / "b", again_options, progress=lambda s: None, resume=True)
     assert all(torch.equal(x, y) for x, y in zip(whole.parameters(), resumed.parameters(), strict=True))
     assert (again.best, again.best_step, again.tokens) == (result.best, result.best_step, result.tokens)
-    done = run(store, tmp_path / "b", progress=lambda s: None, resume=True)[1]
+    done = run(store, tmp_path / "b", options, progress=lambda s: None, resume=True)[1]
     assert (done.seconds, done.tokens_per_second) == (again.seconds, again.tokens_per_second)
     files = [(tmp_path / d / "model.safetensors").read_bytes() for d in "ab"]
     assert files[0] == files[1]
     logs = [(tmp_path / d / "log.jsonl").read_text().splitlines() for d in "ab"]
     steps = [[json.loads(line)["step"] for line in log] for log in logs]
     assert steps[0] == steps[1]  # what was logged behind the checkpoint is not there twice
-    with pytest.raises(HeadError, match="another target, options or data"):
-        run(store, tmp_path / "b", replace(OPTIONS, clip=1.0), resume=True)
-    with pytest.raises(HeadError, match="another target, options or data"):
-        run(store, tmp_path / "b", resume=True, metadata={"target": "u"})
+    said: list[str] = []
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"options": replace(options, clip=1.0)}, "clip 0.5 there, 1.0 now"),
+        ({"metadata": {"target": "u"}}, "metadata"),
+        ({"seed": 2}, "first weights"),
+        ({"config": replace(CONFIG, inputs="feature+token")}, r"head inputs feature\+shifted-token there"),
+        ({"store": new_store(tmp_path / "g", seed=1)}, "data"),
+    ]
+    before = (tmp_path / "b" / "checkpoint.pt").read_bytes()
+    for changes, why in refused:
+        given = {"store": store, "options": options, **changes}
+        with pytest.raises(HeadError, match=f"of another target, options or data .*{why}"):
+            run(output=tmp_path / "b", progress=said.append, resume=True, **given)
+    assert before == (tmp_path / "b" / "checkpoint.pt").read_bytes()
+    (tmp_path / "b" / "checkpoint.pt").write_bytes(before[:1000])
+    with pytest.raises(HeadError, match=r"checkpoint\.pt: not readable .*without --resume"):
+        run(store, tmp_path / "b", options, progress=said.append, resume=True)
+    with pytest.raises(InputError, match=r"checkpoint\.pt: there is a training already; go on with it \(--resume\)"):
+        run(store, tmp_path / "b", options, progress=said.append)
+    assert files[1] == (tmp_path / "b" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -414,6 +437,17 @@ def test_epochs_cover_everything_once(tmp_path: Path) -> None:
     assert plan_epoch(rows, 60, 0) != plan_epoch(rows, 60, 1)
 
 
+@pytest.mark.parametrize("width", [1, 3])
+def test_a_small_draft_vocabulary_is_judged_as_it_drafts(width: int) -> None:
+    head = new_head(0.1)
+    ids, features = torch.randint(6, (60,), generator=torch.Generator().manual_seed(0)), random(59, WIDTH)
+    head.draft_vocab = torch.arange(width)
+    found = simulate(head, [(ids, features, 5)], EMBEDDING, READOUT, standard_shapes())
+    hits = sum(int(t) < width for t in ids[6:])  # no more than these can be accepted
+    rounds = found.tokens / found.tau["tree"]
+    assert found.tokens - rounds <= hits
+
+
 def test_shares_are_even_and_complete(tmp_path: Path) -> None:
     rows = new_store(tmp_path).dialogues
     shares = share(range(14), rows, 3)
@@ -426,9 +460,7 @@ def test_shares_are_even_and_complete(tmp_path: Path) -> None:
 
 def test_passes_of_a_step_add_up(tmp_path: Path) -> None:
     store = new_store(tmp_path / "f")
-    heads = [
-        run(store, tmp_path / str(n), replace(OPTIONS, accumulate=n), progress=lambda s: None)[0] for n in (1, 3)
-    ]
+    heads = [run(store, tmp_path / str(n), replace(OPTIONS, accumulate=n), progress=lambda s: None)[0] for n in (1, 3)]
     for x, y in zip(*(head.parameters() for head in heads), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-3, atol=1e-4)
 
@@ -440,6 +472,7 @@ import torch
 torch.set_num_threads(1)
 sys.path[:0] = sys.argv[1:2]
 import test_train as t
+from eaglekit.train import trainer
 from eaglekit.train.processes import Processes
 kind, folder = sys.argv[2], Path(sys.argv[3])
 processes = Processes("cpu", sharded=kind == "fsdp")
@@ -447,7 +480,16 @@ assert (processes.count, processes.sharded) == (2, kind == "fsdp")
 store = t.FeatureStore(folder / "f", t.FeatureFacts(t.WIDTH))
 options = t.replace(t.OPTIONS, ema=0.9, epochs=1.5)
 quiet = {"processes": processes, "progress": lambda s: None}
-t.run(store, folder / kind, options, **quiet)
+save = trainer._Trainer._save
+def save_and_stop(self):
+    save(self)
+    if self.place.step == 5 and not self.resumed:
+        raise KeyboardInterrupt
+trainer._Trainer._save = save_and_stop
+try:
+    t.run(store, folder / kind, options, **quiet)
+except KeyboardInterrupt:
+    pass
 t.run(store, folder / kind, options, resume=True, **quiet)
 """
 
@@ -486,7 +528,7 @@ def test_the_average_of_the_weights_is_what_is_judged_and_kept(tmp_path: Path) -
     for step in range(1, result.steps + 1):
         head = EagleHead(CONFIG, torch.Generator().manual_seed(1))
         with contextlib.suppress(KeyboardInterrupt):
-            train(head, store, EMBEDDING, READOUT, tmp_path / "c", options=replace(options, ema=0.0),
+            train(head, store, EMBEDDING, READOUT, tmp_path / f"c{step}", options=replace(options, ema=0.0),
                   progress=lambda s: None, on_step=_Stop(step))  # fmt: skip
         decay = min(0.9, step / (step + 9))
         with torch.no_grad():
@@ -515,8 +557,30 @@ def test_training_ends_early_when_nothing_gets_better(tmp_path: Path) -> None:
     assert run(store, tmp_path / "a", options, progress=lambda s: None, resume=True)[1].steps == 8
 
 
+def test_a_folder_that_cannot_be_written_is_named_first(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    for output in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(InputError, match=r"--output .*file.*: cannot be written"):
+            Job(tmp_path).run(output=output)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("step_weights", (1.0, float("inf")), "step_weights is 1,inf"),
+        ("step_weights", (0.0, 0.0), "step_weights is 0,0"),
+        ("regression", float("nan"), "regression is nan"),
+        ("epochs", 1e308, "epochs is 1e.308, expected at most 1000000"),
+        ("seed", 1 << 63, "seed is"),
+    ],
+)
+def test_an_option_that_cannot_work_is_named(name: str, value: Any, said: str) -> None:
+    with pytest.raises(InputError, match=said):
+        TrainOptions(**{name: value})
+
+
 def test_options_that_cannot_work_are_named() -> None:
-    with pytest.raises(InputError, match=r"epochs is 0.*noise is -1.*ema is 1.*step_weights is empty.*nor both 0"):
+    with pytest.raises(InputError, match=r"epochs is 0.*noise is -1.*ema is 1.*step_weights is empty.*are both 0"):
         TrainOptions(epochs=0, step_weights=(), regression=0, classification=0, ema=1, noise=-1)
 
 
@@ -572,6 +636,8 @@ class Job:
 
     def run(self, model: Any = None, **changes: Any) -> Any:
         target = HFTarget(llama(head_dim=32) if model is None else model, "tiny")
+        if not changes.get("resume"):
+            (self.arguments["output"] / "checkpoint.pt").unlink(missing_ok=True)
         return train_head(target, tokenizer(), **{**self.arguments, **changes})
 
 

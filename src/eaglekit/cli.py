@@ -596,7 +596,7 @@ def eval_head(
     from eaglekit.bench.tasks import read_tasks
     from eaglekit.models import builtin
     from eaglekit.models.checkpoint import check_fit, load_head
-    from eaglekit.train.dataset import encode_prompt
+    from eaglekit.train.eval_head import encode_text
     from eaglekit.train.eval_head import eval_head as judge
 
     tasks = read_tasks(prompts, limit)
@@ -611,12 +611,7 @@ def eval_head(
     name, loaded, tokenizer = _load_for_training("eval-head", target, device, dtype)
     check_fit(draft.config, loaded.info)
     draft.to(loaded.info.device)
-    ids = [  # as `generate` reads a prompt
-        encode_prompt(tokenizer, [{"role": "user", "content": task.text}])
-        if tokenizer.chat_template
-        else list(tokenizer(task.text)["input_ids"])
-        for task in tasks
-    ]
+    ids = [encode_text(tokenizer, task.text) for task in tasks]
     report = judge(loaded, tokenizer, draft, ids, max_new_tokens=max_new_tokens, progress=_note)
     print(report.table())
     if json_file is not None:

@@ -89,7 +89,7 @@ def study(
         prompts=[encode_text(tokenizer, task.text) for task in tasks],
         output=output,
         options=options,
-        synthesis=SynthesisOptions(max_new_tokens=max_new_tokens, seed=seed),
+        synthesis=SynthesisOptions(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, seed=seed),
         progress=_note,
     )
     print(markdown(made.run(kind, tokens=tokens, answers=synthesize, only=only or ())), end="")

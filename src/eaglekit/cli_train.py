@@ -317,6 +317,6 @@ def _base_model(target: str | None) -> str:
 
 def _weights(text: str) -> tuple[float, ...]:
     try:
-        return tuple(float(part) for part in text.split(",") if part.strip())
+        return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise InputError(f"--step-weights {text!r}: expected numbers with commas, such as 1,0.8,0.64") from None

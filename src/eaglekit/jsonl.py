@@ -11,6 +11,8 @@ from typing import Any
 
 from eaglekit.errors import DataError
 
+_MARK = b"\xef\xbb\xbf"  # some editors put it in front of UTF-8
+
 
 def read_lines(path: Path, on_bad: Callable[[DataError], None] | None = None) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of every line that is not empty; lines are read as they are asked for.
@@ -29,7 +31,7 @@ def read_lines(path: Path, on_bad: Callable[[DataError], None] | None = None) ->
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 try:
-                    row = _parsed(line, f"{path}:{number}")
+                    row = _parsed(line.removeprefix(_MARK) if number == 1 else line, f"{path}:{number}")
                 except DataError as e:
                     if on_bad is None:
                         raise

@@ -353,9 +353,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _finite(state: dict[str, Tensor], where: str) -> dict[str, Tensor]:
-    odd = sorted(
-        {str(t.dtype) for t in state.values()} - {f"torch.{n}" for n in ("float16", "bfloat16", "float32", "float64")}
-    )
+    odd = sorted({str(t.dtype) for t in state.values() if t.dtype not in _DTYPES})
     if odd:
         raise HeadError(
             f"{where}: weights of {', '.join(odd)}; expected float16, bfloat16 or float32: convert the head"

@@ -47,7 +47,7 @@ def load_target(
     """
     if weights not in ("auto", "stock", *WEIGHTS):
         raise InputError(f"weights {weights!r}: expected auto, stock, {', '.join(WEIGHTS)}")
-    where, packed = _pick_device(device), weights in WEIGHTS
+    where, packed = pick_device(device), weights in WEIGHTS
     plain = dtype in ("auto", "float32", torch.float32)
     if packed and (where.type != "cpu" or not plain):
         raise InputError(
@@ -190,7 +190,7 @@ def load_hf(path_or_id: str | Path, *, device: str = "auto", dtype: str | torch.
 
     from eaglekit.models.hf import HFTarget
 
-    where = _pick_device(device)
+    where = pick_device(device)
     kind = _pick_dtype(dtype, where)
     source = _locate(path_or_id)
     config = _read_config(source)
@@ -284,7 +284,12 @@ def _quiet() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _pick_device(device: str) -> torch.device:
+def pick_device(device: str) -> torch.device:
+    """The device of this name; of "auto", an accelerator where there is one.
+
+    Raises:
+        InputError: it cannot be used.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:

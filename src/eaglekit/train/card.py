@@ -261,10 +261,8 @@ def _results(run: _Run) -> str:
     where = t["device"] if t["device"] != "cpu" else f"cpu, threads: {t['threads']}"
     speed = (
         f"{t['tokens_per_second']:.0f} tokens/s, {t['peak_memory_mb']:.0f} MB at most, {duration(t['seconds'])} "
-        f"(processes: {t['processes']}, {where}; of the last run, if it was resumed)"
+        f"(processes: {t['processes']}, {where}; memory of the last run, if it was resumed)"
     )
-    if not t["tokens_per_second"]:
-        speed = "all of them by earlier runs: nothing was left to do for the last one"
     return "\n".join(
         [
             "## Results\n",

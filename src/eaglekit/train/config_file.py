@@ -57,5 +57,7 @@ def read_config(path: Path, options: Mapping[str, bool]) -> dict[str, str | list
 
 
 def _near(name: str, options: Mapping[str, bool]) -> str:
-    near = difflib.get_close_matches(name, options, cutoff=0.5) or sorted(options)
+    near = difflib.get_close_matches(name, options, cutoff=0.5)
+    if not near:
+        return "; eaglekit train --help lists them"
     return f"; did you mean {', '.join(n.replace('_', '-') for n in near)}?"

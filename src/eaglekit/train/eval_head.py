@@ -20,6 +20,7 @@ from eaglekit.models.hf import HFTarget
 from eaglekit.train.dataset import encode_prompt
 from eaglekit.train.evaluate import Acceptance, Example, Tally, standard_shapes
 from eaglekit.train.generate import Finished, Job, generate
+from eaglekit.train.live import read_row
 from eaglekit.train.pipeline import pad_id, read_embedding, read_readout
 
 
@@ -99,7 +100,13 @@ def eval_head(
         allowed.fill_(False)[head.draft_vocab.cpu()] = True
     done = tokens = covered = 0
     for example in answer_prompts(
-        target, tokenizer, prompts, max_new_tokens=max_new_tokens, batch_size=batch_size, progress=progress
+        target,
+        tokenizer,
+        prompts,
+        layers=head.config.feature_layers,
+        max_new_tokens=max_new_tokens,
+        batch_size=batch_size,
+        progress=progress,
     ):
         answer = example[0][example[2] :]
         done, tokens, covered = done + 1, tokens + len(answer), covered + int(allowed[answer].sum())
@@ -119,6 +126,7 @@ def answer_prompts(
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
     *,
+    layers: Sequence[int] = (),
     max_new_tokens: int = 256,
     batch_size: int = 16,
     progress: Callable[[str], None] = print,
@@ -129,6 +137,7 @@ def answer_prompts(
         target: The target.
         tokenizer: Its tokenizer.
         prompts: See `eval_head`.
+        layers: Residual streams that go with the features, ascending; each answer is then read once more.
         max_new_tokens: See `eval_head`.
         batch_size: See `eval_head`.
         progress: See `eval_head`.
@@ -158,7 +167,7 @@ def answer_prompts(
         batch_size=batch_size,
         max_length=max(len(job.prompt) + job.max_new_tokens for job in queue),
         pad_id=pad_id(tokenizer, sorted(ends)),
-        features=torch.float32,
+        features=None if layers else torch.float32,
         weights="fp32",
     )
     done = tokens = 0
@@ -166,13 +175,12 @@ def answer_prompts(
         for finished in group:
             ids = torch.tensor([*finished.job.prompt, *finished.answer])
             done, tokens = done + 1, tokens + len(finished.answer)
-            yield ids, _features(target, finished), len(finished.job.prompt)
+            yield ids, _features(target, finished, layers), len(finished.job.prompt)
         progress(f"{done} of {len(prompts)} prompts, {tokens} tokens")
 
 
-def _features(target: HFTarget, finished: Finished) -> torch.Tensor:
-    """[n - 1, H] of prompt and answer; read once more if they did not come with the answer."""
+def _features(target: HFTarget, finished: Finished, layers: Sequence[int]) -> torch.Tensor:
+    """[n - 1, H (1 + layers)] of prompt and answer; read once more if they did not come with the answer."""
     if finished.features is not None:
         return finished.features
-    ids = torch.tensor([*finished.job.prompt, *finished.answer][:-1])
-    return target.open(1, len(ids)).prefill([ids]).features[0].cpu()
+    return read_row(target, [*finished.job.prompt, *finished.answer][:-1], layers)

@@ -9,7 +9,7 @@ have had accepted. The numbers equal those of real greedy decoding with the same
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class Acceptance:
     tau: dict[str, float]
     n_alpha: tuple[float, ...]
     tokens: int
-    by_depth: dict[str, tuple[float, ...]] = field(default_factory=dict, compare=False)  # old checkpoints have none
+    by_depth: dict[str, tuple[float, ...]]
 
 
 def standard_shapes() -> dict[str, TreeShape]:
@@ -70,16 +70,16 @@ class Tally:
     """`simulate`, an example at a time."""
 
     def __init__(self, head: EagleHead, embedding: Tensor, readout: Tensor, shapes: Mapping[str, TreeShape]) -> None:
-        self._head, self._embedding, self._readout, self._shapes = head, embedding, readout, shapes
+        self._head, self._embedding, self._shapes = head, embedding, shapes
         self._depth = max(shape.max_depth for shape in shapes.values())
         self._width = max(len(children) for shape in shapes.values() for children in shape.children)
         self._tokens, self._rounds = dict.fromkeys(shapes, 0), dict.fromkeys(shapes, 0)
         self._chain = _Counts.of(self._depth)
         self._by_depth = {name: _Counts.of(shape.max_depth) for name, shape in shapes.items()}
-        banned = torch.zeros(len(readout))
-        if head.draft_vocab is not None:
-            banned.fill_(-torch.inf)[head.draft_vocab.cpu()] = 0
-        self._banned = banned.to(readout.device)
+        # Tokens that are never drafted need no logits; a label that is one has the place -1.
+        vocab = torch.arange(len(readout)) if head.draft_vocab is None else head.draft_vocab.cpu()
+        self._readout = readout if head.draft_vocab is None else readout[vocab.to(readout.device)]
+        self._places = torch.full((len(readout),), -1).index_copy(0, vocab, torch.arange(len(vocab)))
 
     @torch.no_grad()
     def add(self, example: Example) -> None:
@@ -90,11 +90,13 @@ class Tally:
             return  # an answer of one token: no round begins
         mode = head.training
         head.eval()
-        tokens, read, _ = pairs_of(head, ids, features[: len(ids) - 1])
-        embedded = embed(self._embedding, tokens.to(device)).to(head.dtype)
-        outputs = unroll(head, embedded, read.to(device, head.dtype), [length], self._depth, [start - 1])
-        head.train(mode)
-        ranks = _ranks(outputs, ids[2:], self._readout, start - 1, self._width, self._banned)
+        try:
+            tokens, read, _ = pairs_of(head, ids, features[: len(ids) - 1])
+            embedded = embed(self._embedding, tokens.to(device)).to(head.dtype)
+            outputs = unroll(head, embedded, read.to(device, head.dtype), [length], self._depth, [start - 1])
+        finally:
+            head.train(mode)
+        ranks = _ranks(outputs, self._places[ids[2:]], self._readout, start - 1, self._width)
         for root in range(start - 1, length):
             for s in range(min(self._depth, length - root)):
                 good = ranks[s][root + s] == 0
@@ -152,21 +154,24 @@ def _accepted(shape: TreeShape, ranks: Sequence[Sequence[int]], root: int, lengt
     return accepted
 
 
-def _ranks(
-    outputs: Sequence[Tensor], labels: Tensor, readout: Tensor, first: int, width: int, banned: Tensor
-) -> list[list[int]]:
+def _ranks(outputs: Sequence[Tensor], labels: Tensor, readout: Tensor, first: int, width: int) -> list[list[int]]:
     """For each step and input, the rank of the true token; `width` where no tree can have followed so far.
 
-    `banned` [V] is 0 for tokens that may be drafted, minus infinity for the others.
+    Args:
+        outputs: Of each step, [T, H].
+        labels: int64 [T]: the row of `readout` that is the true token's, -1 if it has none and so is never drafted.
+        readout: [Vd, H].
+        first: The first input that a tree starts from.
+        width: Most children of a node.
     """
     alive = torch.zeros(len(labels), dtype=torch.bool)
     alive[first:] = True
     result = []
     for output in outputs:
         ranks = torch.full((len(labels),), width)
-        rows = alive.nonzero()[:, 0]
+        rows = (alive & (labels >= 0)).nonzero()[:, 0]
         for part in rows.split(block_rows(len(readout))):
-            logits = output[part].to(readout.dtype) @ readout.T + banned
+            logits = output[part].to(readout.dtype) @ readout.T
             own = logits.gather(1, labels[part, None].to(logits.device))
             ranks[part] = (logits > own).sum(-1).clamp_(max=width).cpu()
         result.append(ranks.tolist())

@@ -68,11 +68,6 @@ class FeatureSource(Protocol):
         """What there is, one at least; which ones and their order do not depend on the kind of source."""
         ...
 
-    @property
-    def width(self) -> int:
-        """W."""
-        ...
-
     def tokens(self, row: StoredDialogue) -> Tensor:
         """Its ids, int64 [n], on the CPU."""
         ...
@@ -83,6 +78,22 @@ class FeatureSource(Protocol):
         A row with a value that float16 cannot hold, which no store takes, is given in float32.
         """
         ...
+
+
+class Subset:
+    """Some dialogues of a source, which is one too."""
+
+    def __init__(self, source: FeatureSource, dialogues: Sequence[StoredDialogue]) -> None:
+        self._source = source
+        self.dialogues: Sequence[StoredDialogue] = list(dialogues)
+
+    def tokens(self, row: StoredDialogue) -> Tensor:
+        """See `FeatureSource`."""
+        return self._source.tokens(row)
+
+    def read(self, rows: Sequence[StoredDialogue]) -> list[Tensor]:
+        """See `FeatureSource`."""
+        return self._source.read(rows)
 
 
 @dataclass(frozen=True)
@@ -353,7 +364,7 @@ class FeatureStore:
     """
 
     def __init__(self, path: Path, facts: FeatureFacts, verify: bool = True) -> None:
-        self.width = facts.width
+        self._width = facts.width
         self._path = path
         _check(path, _read_manifest(path, facts), verify)
         rows = _read_index(path)
@@ -394,6 +405,6 @@ class FeatureStore:
     def _mapped(self, shard: int) -> np.ndarray:
         if shard not in self._shards:
             name = _shard_name(shard)
-            shape = (self._sizes[name] // (2 * self.width), self.width)
+            shape = (self._sizes[name] // (2 * self._width), self._width)
             self._shards[shard] = np.memmap(self._path / name, dtype=np.float16, mode="r", shape=shape)
         return self._shards[shard]

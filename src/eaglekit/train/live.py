@@ -47,7 +47,6 @@ class LiveFeatures:
     def __init__(self, target: HFTarget, dialogues: Sequence[Dialogue], layers: Sequence[int] = ()) -> None:
         if not dialogues:
             raise DataError("no training dialogues; nothing to train on")
-        self.width = target.info.hidden_size * (1 + len(layers))
         self.dialogues: Sequence[StoredDialogue] = [
             StoredDialogue(i, len(d.ids), tuple(d.spans), d.greedy) for i, d in enumerate(dialogues)
         ]
@@ -135,19 +134,22 @@ def _fast_reader(model: Any, max_length: int, layers: Sequence[int]) -> Reader:
     return read
 
 
-def _stock_reader(target: HFTarget, layers: Sequence[int]) -> Reader:
-    def read(ids: Sequence[Sequence[int]]) -> list[Tensor]:
-        # Row by row: products over several rows at once may round otherwise than those over one.
-        found = []
-        for row in ids:
-            out = target.open(1, len(row), layers).prefill([torch.tensor(row)])
-            parts = [out.features, *(out.layers[k] for k in layers)]
-            if any(x.shape != out.features.shape for x in parts):
-                raise UnsupportedModelError(
-                    f"{target.info.name}: its layers are {parts[1].shape[-1]} wide, its features "
-                    f"{target.info.hidden_size}; expected the same width; train a head on features alone"
-                )
-            found.append(torch.cat(parts, -1)[0].cpu())
-        return found
+def read_row(target: HFTarget, ids: Sequence[int], layers: Sequence[int] = ()) -> Tensor:
+    """Features [n, W] of n tokens, in the target's dtype, on the CPU; see `FeatureFacts`.
 
-    return read
+    Raises:
+        UnsupportedModelError: a layer is of another width than the features.
+    """
+    out = target.open(1, len(ids), layers).prefill([torch.tensor(ids)])
+    parts = [out.features, *(out.layers[k] for k in layers)]
+    if any(x.shape != out.features.shape for x in parts):
+        raise UnsupportedModelError(
+            f"{target.info.name}: its layers are {parts[1].shape[-1]} wide, its features "
+            f"{target.info.hidden_size}; expected the same width; train a head on features alone"
+        )
+    return torch.cat(parts, -1)[0].cpu()
+
+
+def _stock_reader(target: HFTarget, layers: Sequence[int]) -> Reader:
+    # Row by row: products over several rows at once may round otherwise than those over one.
+    return lambda ids: [read_row(target, row, layers) for row in ids]

@@ -2,8 +2,8 @@
 
 Conventions. A dialogue t_0 … t_{n-1} has features f_0 … f_{n-2}. Input j is `[e(t_{j+1}) ; f_j]`, its output f̂_{j+1}
 is compared with f_{j+1}, and the law lm_head(f̂_{j+1}) with lm_head(f_{j+1}), the target's own law of t_{j+2}: so j
-goes from 0 to n - 3. Input j is trained when t_{j+1} is a token of an answer: the first one trained is the last
-feature of the prompt, which drafting starts from.
+goes from 0 to n - 3. Input j is trained when t_{j+1} and t_{j+2} are tokens of one answer; for the first one trained,
+f_j is the last feature of the prompt, which drafting starts from.
 
 Unrolled training. In step 0 every input is true. In step s the feature of input j is the head's own output of step s
 - 1 at j - 1, as it is s levels down in a draft; input j then sees the true keys up to j - s, one key of each step 1 …
@@ -117,15 +117,9 @@ def embed(embedding: Tensor, tokens: Tensor) -> Tensor:
     return embedding[tokens.clamp_min(0)].masked_fill(tokens[:, None] < 0, 0)
 
 
-def add_noise(features: Tensor, half_width: float, generator: torch.Generator) -> Tensor:
-    """`features` plus uniform noise from (-half_width, half_width): robustness to the head's own errors.
-
-    The noise is drawn on the CPU, so that it is the same on every device.
-    """
-    if half_width == 0.0:
-        return features
-    noise = torch.rand(features.shape, generator=generator, dtype=features.dtype).to(features.device)
-    return features + (2.0 * noise - 1.0) * half_width
+def uniform(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Noise from -1 to 1, float32, on the CPU: stretched and added to features, it teaches robustness to errors."""
+    return 2.0 * torch.rand(tuple(shape), generator=generator) - 1.0
 
 
 def step_masks(trained: Tensor, lengths: Sequence[int], steps: int) -> list[Tensor]:

@@ -99,8 +99,8 @@ class TrainOptions:
         batch_tokens: Tokens per optimizer step, whatever the number of processes.
         accumulate: Passes that each process takes over its share of a step: more need less memory.
         linear_start: Fit `fc` by ridge regression before the first step; see `start`.
-        learning_rate: Peak; after `warmup_steps` it falls along a cosine to `final_rate` of it. The paper's is 3e-5,
-            for widths of 4096 and more.
+        learning_rate: Where a cosine starts that falls to `final_rate` of it; the first `warmup_steps` are faded in.
+            The paper's is 3e-5, for widths of 4096 and more.
         warmup_steps: Linear warm-up.
         final_rate: Fraction of the peak that is left at the end.
         weight_decay: AdamW's.
@@ -112,7 +112,8 @@ class TrainOptions:
         scaled: Measure the regression and the noise in standard deviations of the features; False is the paper's.
         noise: Half-width of the uniform noise.
         top_k: Teach the target's `top_k` most probable tokens alone, 0 for its whole law.
-        ema: Keep an average of the weights that forgets at this rate, such as 0.998, to judge and save; 0 for none.
+        ema: Judge and save an average of the weights, of which each step keeps so much, such as 0.998 (less at first);
+            0 for none.
         vocabulary: Tokens that the head may draft, those met most often; the cross-entropy runs over these alone.
         heldout: Greedy dialogues set aside for evaluation.
         eval_every: Optimizer steps between evaluations.
@@ -163,15 +164,24 @@ class TrainOptions:
         wrong = [
             f"{name} is {value}, expected more than 0" for name, value in values.items() if not 0 < value < math.inf
         ]
-        counts = {name: getattr(self, name) for name in ("noise", "top_k", "patience", "warmup_steps", "weight_decay")}
+        if self.epochs > 1e6:
+            wrong.append(f"epochs is {self.epochs:g}, expected at most 1000000")
+        if not 0 <= self.seed < 1 << 32:
+            wrong.append(f"seed is {self.seed}, expected 0 to {(1 << 32) - 1}")
+        least_0 = (
+            "noise", "top_k", "patience", "warmup_steps", "weight_decay", "checkpoint_minutes", "final_rate",
+            "regression", "classification",
+        )  # fmt: skip
+        counts = {name: getattr(self, name) for name in least_0}
         wrong += [
             f"{name} is {value}, expected 0 or more" for name, value in counts.items() if not 0 <= value < math.inf
         ]
         if not 0 <= self.ema < 1:
             wrong.append(f"ema is {self.ema}, expected 0 (none) to below 1, such as 0.998")
-        if not self.step_weights:
-            wrong.append("step_weights is empty, expected one weight per unrolled step, such as 1,0.8,0.64")
-        if self.regression < 0 or self.classification < 0 or self.regression + self.classification == 0:
-            wrong.append("regression and classification must not be negative, nor both 0")
+        if not (all(0 <= w < math.inf for w in self.step_weights) and any(self.step_weights)):
+            shown = ",".join(f"{w:g}" for w in self.step_weights) or "empty"
+            wrong.append(f"step_weights is {shown}, expected numbers of 0 or more, one per unrolled step: 1,0.8,0.64")
+        if self.regression == self.classification == 0:
+            wrong.append("regression and classification are both 0, expected one of them above 0")
         if wrong:
             raise InputError("training options: " + "; ".join(wrong))

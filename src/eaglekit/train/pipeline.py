@@ -14,6 +14,7 @@ follows from the arguments alone, so that a call that goes on with an earlier on
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -24,12 +25,12 @@ import torch
 from torch import Tensor
 
 from eaglekit.errors import DataError, InputError, UnsupportedModelError
-from eaglekit.models.checkpoint import check_fit, load_head
+from eaglekit.models.checkpoint import check_fit, load_head, read_config
 from eaglekit.models.head import EagleHead, HeadConfig, head_options
 from eaglekit.models.hf import HFTarget
 from eaglekit.train.card import CardInfo, Count, DataFacts, write_card
 from eaglekit.train.dataset import Dialogue, TrainingText, read_training_text
-from eaglekit.train.features import FeatureFacts, FeatureSink, FeatureSource, FeatureStore, FeatureWriter
+from eaglekit.train.features import FeatureFacts, FeatureSink, FeatureSource, FeatureStore, FeatureWriter, Subset
 from eaglekit.train.live import LiveFeatures, extract
 from eaglekit.train.options import FEATURE_CACHE_GB, HeadOptions, SelfTalkOptions, SynthesisOptions, TrainOptions
 from eaglekit.train.overlap import find_overlaps, training_texts
@@ -37,7 +38,7 @@ from eaglekit.train.processes import Processes
 from eaglekit.train.provenance import claim, describe, digest_of_data, digest_of_ids
 from eaglekit.train.self_talk import self_talk
 from eaglekit.train.synthesize import plan_batches, read_dialogues, synthesize
-from eaglekit.train.trainer import Status, TrainResult, train
+from eaglekit.train.trainer import Status, TrainResult, check_output, train
 from eaglekit.train.tries import read_tries
 
 Wanted = dict[tuple[int, ...], Dialogue]
@@ -98,6 +99,7 @@ def train_head(
     processes = processes or Processes(target.info.device)
     if not processes.main:
         progress = _silent
+    check_output(output, resume)
     readout = read_readout(target, progress)
     if init is None:
         head = new_head(target, options.seed, shape_of(target, shape or HeadOptions()))
@@ -106,6 +108,9 @@ def train_head(
             raise InputError(f"train: the head of {init} has a shape of its own, got {shape}; leave out one of the two")
         head = load_head(init, dtype=torch.float32).requires_grad_(True)
         check_fit(head.config, target.info)
+        made_for = (read_config(init).get("eaglekit") or {}).get("target")
+        if made_for not in (None, target_name):
+            progress(f"{init}: this head was made for {made_for}; it is gone on with for {target_name}")
         options = replace(options, linear_start=False)
     with processes.main_first():
         prepared = prepare(
@@ -241,7 +246,7 @@ def prepare(
             "train: nothing to train on; expected files of text (--data FILE), or how many dialogues the target shall "
             "write by itself (--synthesize N)"
         )
-    if not feature_cache_gb >= 0:
+    if not 0 <= feature_cache_gb < math.inf:
         raise InputError(f"--feature-cache-gb {feature_cache_gb}: expected a number of GB; 0 keeps nothing on disk")
     asked, synthesis = synthesis, _within_context(synthesis, info.max_length)
     text = TrainingText()
@@ -266,10 +271,9 @@ def prepare(
     given = _chosen(text.given, given_tokens, seed)
     prompts = text.prompts or text.openings
     most = answers if text.prompts or answers is not None else heldout
-    batches = None if most is None else -(-most // synthesis.batch_size)
-    planned = [prompts[i] for _, batch in plan_batches(prompts, synthesis)[:batches] for i in batch]
+    planned = [prompts[i] for _, batch in plan_batches(prompts, synthesis, most) for i in batch]
 
-    limit, cost = int(feature_cache_gb * 1e9), 2 * facts.width
+    limit, cost = feature_cache_gb * 1e9, 2 * facts.width
     tokens = sum(len(d.ids) for d in given) + sum(len(p) + synthesis.max_new_tokens for p in planned)
     tokens += 0 if files else (answers or 0) * min(talk.max_tokens, info.max_length)
     store, cached = folder / "features", tokens * cost <= limit
@@ -281,7 +285,7 @@ def prepare(
         if not files:
             wanted = _talk(target, tokenizer, answers or 0, folder, sink, synthesis, talk, main, progress)
         else:
-            wanted = _answer(target, tokenizer, prompts, planned, batches, folder, sink, synthesis, main, progress)
+            wanted = _answer(target, tokenizer, prompts, planned, most, folder, sink, synthesis, main, progress)
         own = list(wanted.values())
         for dialogue in given:
             wanted.setdefault(tuple(dialogue.ids), dialogue)
@@ -356,7 +360,7 @@ def _estimate(tokens: int, width: int, limit: float, cached: bool) -> str:
     )
 
 
-def _stored(path: Path, facts: FeatureFacts, wanted: Wanted, verify: bool) -> FeatureStore:
+def _stored(path: Path, facts: FeatureFacts, wanted: Wanted, verify: bool) -> Subset:
     """The store, with the dialogues of `wanted` alone, as they are there and in that order.
 
     Raises:
@@ -367,8 +371,8 @@ def _stored(path: Path, facts: FeatureFacts, wanted: Wanted, verify: bool) -> Fe
     missing = sum(ids not in known for ids in wanted)
     if missing:
         raise DataError(f"{path}: {missing} of {len(wanted)} dialogues are missing; run the main process first")
-    store.dialogues = [replace(known[ids], spans=tuple(d.spans), greedy=d.greedy) for ids, d in wanted.items()]
-    return store
+    rows = [replace(known[ids], spans=tuple(d.spans), greedy=d.greedy) for ids, d in wanted.items()]
+    return Subset(store, rows)
 
 
 @torch.no_grad()
@@ -419,7 +423,7 @@ def _answer(
     tokenizer: Any,
     prompts: Sequence[Sequence[int]],
     planned: Sequence[Sequence[int]],
-    batches: int | None,
+    most: int | None,
     folder: Path,
     sink: FeatureSink | None,
     options: SynthesisOptions,
@@ -437,7 +441,7 @@ def _answer(
             eos_ids=eos_ids,
             pad_id=pad_id(tokenizer, eos_ids),
             options=options,
-            max_batches=batches,
+            most=most,
             on_progress=lambda done, of, tokens: progress(f"answers: {done} of {of}, {tokens} tokens"),
             on_features=sink,
         )

@@ -16,6 +16,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from eaglekit.errors import InputError
+from eaglekit.models.load import pick_device
+
 _PATIENCE = timedelta(days=2)  # what the main process does alone, such as making data, may take long
 
 
@@ -30,22 +33,24 @@ class Processes:
         count: Processes.
         rank: Number of this one, from 0.
         device: Where this one computes.
-        sharded: See above; always False with one process.
+        sharded: See above.
+
+    Raises:
+        InputError: the device cannot be used, or there is one process and nothing to share.
     """
 
     def __init__(self, device: str | torch.device = "auto", *, sharded: bool = False) -> None:
         from accelerate import PartialState
 
-        on_cpu = torch.device("cpu" if device == "auto" else device).type == "cpu" and (
-            device != "auto" or not torch.cuda.is_available()
-        )
-        self._state = PartialState(cpu=on_cpu, timeout=_PATIENCE)
+        chosen = pick_device(str(device))
+        self._state = PartialState(cpu=chosen.type == "cpu", timeout=_PATIENCE)
         self.count: int = self._state.num_processes
         self.rank: int = self._state.process_index
-        self.device = torch.device(self._state.device if self.count > 1 or device == "auto" else device)
-        if self.device.type == "cpu":
-            self.device = torch.device("cpu")  # processes on a CPU have numbers, the device has none
-        self.sharded = sharded and self.count > 1
+        # Processes on a CPU have numbers, the device has none.
+        self.device = chosen if self.count == 1 or chosen.type == "cpu" else torch.device(self._state.device)
+        if sharded and self.count == 1:
+            raise InputError("--fsdp shards a head over processes, got one; start several: torchrun --nproc-per-node=N")
+        self.sharded = sharded
 
     @property
     def main(self) -> bool:
@@ -58,9 +63,21 @@ class Processes:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """What is done inside is done by the main process, and then by all others."""
-        with self._state.main_process_first():
+        """What is done inside is done by the main process, and then by all others, unless it failed.
+
+        Raises:
+            InputError: it failed in the main process, which says why.
+        """
+        if not self.main and not self.from_main(None):
+            raise InputError("training cannot begin; the main process says why")
+        done = False
+        try:
             yield
+            done = True
+        finally:
+            if self.main:
+                self.from_main(done)
+        self.wait()
 
     def from_main(self, value: Any) -> Any:
         """The main process's `value`, in every process."""
@@ -84,6 +101,8 @@ class Processes:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
+            for parameter in module.parameters():
+                torch.distributed.broadcast(parameter.data, 0)  # as the other way does
             return cast(nn.Module, fully_shard(module, mesh=init_device_mesh(self.device.type, (self.count,))))
         places = None if self.device.type == "cpu" else [self.device]
         return nn.parallel.DistributedDataParallel(module, device_ids=places)

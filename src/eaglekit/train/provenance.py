@@ -39,7 +39,10 @@ def claim(folder: Path, source: Mapping[str, Any], main: bool) -> None:
     file = folder / "source.json"
     now = json.loads(json.dumps(source))
     if file.exists():
-        there: dict[str, Any] = next((row for _, row in read_lines(file)), {})
+        try:
+            there: dict[str, Any] = next((row for _, row in read_lines(file)), {})
+        except DataError as e:
+            raise DataError(f"{e}, or delete {folder} and run again") from None
         wrong = differences(there, now)
     else:
         made = any((folder / name).exists() for name in ("answers.jsonl", "talks.jsonl", "features"))

@@ -38,7 +38,6 @@ class _Held:
         self.dialogues: Sequence[StoredDialogue] = [
             StoredDialogue(i, len(d.ids), tuple(d.spans), d.greedy) for i, d in enumerate(dialogues)
         ]
-        self.width = int(features[0].shape[-1])
 
     def tokens(self, row: StoredDialogue) -> Tensor:
         return self._ids[row.number]

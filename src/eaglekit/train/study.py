@@ -35,10 +35,11 @@ from eaglekit.train.curve import draw
 from eaglekit.train.dataset import Dialogue, RefusedError, cut_dialogue, encode_dialogue, encode_prompt
 from eaglekit.train.eval_head import answer_prompts
 from eaglekit.train.evaluate import Example
-from eaglekit.train.features import FeatureFacts, FeatureSource, FeatureStore, FeatureWriter, StoredDialogue
+from eaglekit.train.features import FeatureFacts, FeatureSource, FeatureStore, FeatureWriter, StoredDialogue, Subset
 from eaglekit.train.forms import Message, read_rows
 from eaglekit.train.options import SynthesisOptions, TrainOptions
 from eaglekit.train.pipeline import new_head, prepare, read_embedding, read_readout
+from eaglekit.train.processes import Processes
 from eaglekit.train.provenance import claim, digest_of_ids
 from eaglekit.train.study_report import judge, markdown, report_of
 from eaglekit.train.trainer import split_rows, train
@@ -48,23 +49,6 @@ FURTHER = (10_000_000, 60_000_000)
 """Numbers of training tokens that a learning curve is extrapolated to; 60 million are about the paper's."""
 
 Progress = Callable[[str], None]
-
-
-class Subset:
-    """Some dialogues of a source. See `FeatureSource`."""
-
-    def __init__(self, source: FeatureSource, dialogues: Sequence[StoredDialogue]) -> None:
-        self._source = source
-        self.dialogues: Sequence[StoredDialogue] = list(dialogues)
-        self.width = source.width
-
-    def tokens(self, row: StoredDialogue) -> Tensor:
-        """int64 [n]."""
-        return self._source.tokens(row)
-
-    def read(self, rows: Sequence[StoredDialogue]) -> list[Tensor]:
-        """As the source."""
-        return self._source.read(rows)
 
 
 @dataclass(frozen=True)
@@ -139,6 +123,8 @@ class Study:
             DataError: the folder is of another target, other text or other options; and see `prepare`, `train`.
         """
         made = variations(kind, self.options)
+        if Processes(self.target.info.device).count > 1:
+            raise InputError("study: got several processes, expected one; start it without torchrun")
         if unknown := sorted(set(only) - {v.name for v in made}):
             raise InputError(f"study {kind}: no variation {unknown[0]!r}; expected {', '.join(v.name for v in made)}")
         if tokens < 0:
@@ -162,13 +148,14 @@ class Study:
             "heldout": len(data.held),
             "options": asdict(options),
         }
-        report = report_of(facts, results, FURTHER if kind == "curve" else ())
+        compared = bool(results) and results[0]["name"] == made[0].name
+        report = report_of(facts, results, FURTHER if kind == "curve" else (), compared)
+        write_json(self.output / f"{kind}.json", report)
+        (self.output / f"{kind}.md").write_text(markdown(report), encoding="utf-8")
         if "curve" in report:
             title = f"{self.target_name}: {len(data.examples)} prompts, {options.epochs:g} epochs"
             if not draw(self.output / "curve.png", results, FURTHER, title):
                 self.progress("curve.png is left out: it needs matplotlib (pip install matplotlib)")
-        write_json(self.output / f"{kind}.json", report)
-        (self.output / f"{kind}.md").write_text(markdown(report), encoding="utf-8")
         return report
 
     def _prepare(self, kind: str, tokens: int, answers: int | None) -> _Data:
@@ -252,8 +239,10 @@ class Study:
         file = folder / "result.json"
         if file.exists():
             self.progress(f"{variation.name}: done before")
-            found: dict[str, Any] = json.loads(file.read_bytes())
-            return {**found, "label": variation.label}
+            try:
+                return {**json.loads(file.read_bytes()), "label": variation.label}
+            except ValueError as e:
+                raise DataError(f"{file}: not JSON ({e}); delete it: the head beside it is judged again") from None
         trained = train(
             head,
             Subset(data.source, [*data.held, *rows]),
@@ -277,7 +266,7 @@ class Study:
             "answer_tokens": trained.trained_tokens,
             "steps": trained.steps,
             "best_step": trained.best_step,
-            "seconds": round(trained.seconds, 1),  # of the last call alone, if there were several
+            "seconds": round(trained.seconds, 1),
             "heldout_tau": {name: round(value, 4) for name, value in trained.best.tau.items()},
             **judge(best, data.examples, data.embedding, data.readout),
         }

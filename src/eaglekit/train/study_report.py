@@ -67,19 +67,20 @@ def difference(
 
 
 def report_of(
-    facts: Mapping[str, Any], results: Sequence[dict[str, Any]], further: Sequence[int] = ()
+    facts: Mapping[str, Any], results: Sequence[dict[str, Any]], further: Sequence[int] = (), compared: bool = True
 ) -> dict[str, Any]:
     """Everything about a study: `facts`, its runs with their differences from the first one, and its curve.
 
     Args:
         facts: Of the study.
-        results: Of the runs, the baseline first.
+        results: Of the runs.
         further: Numbers of tokens to extrapolate a learning curve to; empty for none.
+        compared: Whether the first of them is the baseline: without it there are no differences.
     """
     runs = []
     for result in results:
         less = {}
-        for tree in _TREES if result is not results[0] else ():
+        for tree in _TREES if compared and result is not results[0] else ():
             value, error = difference(result["counts"], results[0]["counts"], tree)
             less[tree] = {"tau": round(value, 4), "standard_error": None if error is None else round(error, 4)}
         runs.append({**result, "difference": less})

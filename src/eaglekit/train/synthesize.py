@@ -25,7 +25,9 @@ from eaglekit.train.generate import Job, generate
 from eaglekit.train.options import SynthesisOptions
 
 
-def plan_batches(prompts: Sequence[Sequence[int]], options: SynthesisOptions) -> list[tuple[float, list[int]]]:
+def plan_batches(
+    prompts: Sequence[Sequence[int]], options: SynthesisOptions, most: int | None = None
+) -> list[tuple[float, list[int]]]:
     """Group prompt indices into batches of similar length: (temperature, indices) each.
 
     Prompts are shuffled first, then sorted by length inside windows of 16 batches, so that any prefix of the plan is a
@@ -41,7 +43,12 @@ def plan_batches(prompts: Sequence[Sequence[int]], options: SynthesisOptions) ->
         group = [part[i : i + options.batch_size] for i in range(0, len(part), options.batch_size)]
         rng.shuffle(group)
         batches.extend(group)
-    return [(options.temperatures[i % len(options.temperatures)], batch) for i, batch in enumerate(batches)]
+    plan, left = [], len(order) if most is None else most
+    for i, batch in enumerate(batches):
+        if left > 0:
+            plan.append((options.temperatures[i % len(options.temperatures)], batch[:left]))
+            left -= len(batch)
+    return plan
 
 
 def synthesize(
@@ -52,7 +59,7 @@ def synthesize(
     eos_ids: Sequence[int],
     pad_id: int,
     options: SynthesisOptions,
-    max_batches: int | None = None,
+    most: int | None = None,
     on_progress: Callable[[int, int, int], None] | None = None,
     on_features: FeatureSink | None = None,
 ) -> int:
@@ -65,7 +72,7 @@ def synthesize(
         eos_ids: Ids that end an answer; the first one met is kept as the answer's last token.
         pad_id: Id used for padding.
         options: See `SynthesisOptions`.
-        max_batches: Stop after this many batches of the plan, or go through every prompt.
+        most: Answer so many prompts of the plan, or all of them.
         on_progress: Called now and then with (dialogues answered in all, planned in all, answer tokens of this run).
         on_features: Called with each dialogue and its features [n - 1, H], by the fast path only: every token but the
             last was read, so that they need not be computed again. The dialogue is in the file by then: what a kill
@@ -77,7 +84,7 @@ def synthesize(
     Raises:
         DataError: `path` has a line that is no dialogue.
     """
-    plan = plan_batches(prompts, options)[:max_batches]
+    plan = plan_batches(prompts, options, most)
     planned = sum(len(batch) for _, batch in plan)
     path.parent.mkdir(parents=True, exist_ok=True)
     drop_torn_line(path)

@@ -16,34 +16,39 @@ are made on the CPU, the same for all devices.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import random
-import resource
 import sys
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from eaglekit.errors import DataError, HeadError
+from eaglekit.errors import DataError, HeadError, InputError
 from eaglekit.jsonl import read_lines
 from eaglekit.models.checkpoint import save_head
 from eaglekit.models.head import EagleHead, check_draft_vocab
 from eaglekit.models.store import write_json
 from eaglekit.train.dataset import drop_torn_line
 from eaglekit.train.evaluate import Acceptance, Example, simulate, standard_shapes
-from eaglekit.train.features import FeatureSource, StoredDialogue
-from eaglekit.train.objective import Batch, LossWeights, add_noise, compute_losses, pairs_of, step_masks
+from eaglekit.train.features import FeatureSource, StoredDialogue, differences
+from eaglekit.train.objective import Batch, LossWeights, compute_losses, pairs_of, step_masks, uniform
 from eaglekit.train.options import TrainOptions
 from eaglekit.train.processes import Processes, whole
+from eaglekit.train.provenance import digest_of_ids
 from eaglekit.train.start import linear_start
+
+_FREE = ("accumulate", "checkpoint_minutes", "log_every")
+"""Options that may be others when a training is gone on with."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,27 @@ class Status:
         return f"{said}  τ {tau}  n-α {_join(self.acceptance.n_alpha)}"
 
 
+def check_output(output: Path, resume: bool) -> None:
+    """See that `output` is a folder that can be written, and makes it; without `resume` it must hold no training.
+
+    Raises:
+        InputError: it is not; nothing was changed.
+    """
+    state = output / "checkpoint.pt"
+    if state.exists() and not resume:
+        raise InputError(
+            f"{state}: there is a training already; go on with it (--resume), use another --output, or delete this file"
+        )
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output):
+            pass
+    except OSError as e:
+        raise InputError(
+            f"--output {output}: cannot be written ({e.strerror}); expected a folder, or a name for a new one"
+        ) from None
+
+
 def split_rows(source: FeatureSource, heldout: int, seed: int) -> tuple[list[StoredDialogue], list[StoredDialogue]]:
     """(training rows, held-out rows): `heldout` greedy dialogues of one answer are set aside, one in ten at most.
 
@@ -126,8 +152,8 @@ def split_rows(source: FeatureSource, heldout: int, seed: int) -> tuple[list[Sto
     train = [row for i, row in enumerate(rows) if i not in kept]
     if not kept or not train:
         raise DataError(
-            f"{len(rows)} dialogues, {len(greedy)} of them greedy answers of the target: expected at least one "
-            "greedy answer to judge the head by, and others to train on. Let the target answer prompts (--synthesize)"
+            f"{len(rows)} distinct dialogues, {len(greedy)} of them greedy answers of the target: expected at least "
+            "one greedy answer to judge the head by, and others to train on. Let the target answer more prompts"
         )
     return train, [rows[i] for i in sorted(kept)]
 
@@ -135,10 +161,10 @@ def split_rows(source: FeatureSource, heldout: int, seed: int) -> tuple[list[Sto
 def frequent_tokens(source: FeatureSource, rows: Sequence[StoredDialogue], count: int, vocabulary: int) -> Tensor:
     """int64 [min(count, vocabulary)], ascending: the answer tokens met most often, then the lowest ids."""
     counts = torch.zeros(vocabulary, dtype=torch.long)
-    for row in rows:
-        ids = source.tokens(row)
-        for start, end in row.spans:
-            counts += torch.bincount(ids[start:end], minlength=vocabulary)
+    for first in range(0, len(rows), 4096):
+        some = rows[first : first + 4096]
+        answers = [source.tokens(row)[start:end] for row in some for start, end in row.spans]
+        counts += torch.bincount(torch.cat(answers), minlength=vocabulary)
     order = torch.sort(counts, descending=True, stable=True).indices
     return order[: min(count, vocabulary)].sort().values
 
@@ -203,9 +229,7 @@ def collate(
     for place, (row, values) in enumerate(zip(rows, source.read(rows), strict=True)):
         ids, read, true = pairs_of(head, source.tokens(row), values.float())
         if noise is not None:
-            # One number from 0 to 1 per element, stretched to each column's width.
-            unit = add_noise(torch.zeros_like(read), 1.0, torch.Generator().manual_seed(seeds[place]))
-            read = read + unit * noise
+            read = read + uniform(read.shape, torch.Generator().manual_seed(seeds[place])) * noise
         tokens.append(ids)
         features.append(read)
         targets.append(true)
@@ -269,7 +293,7 @@ class _Lately:
     seconds: float = 0.0
     tokens: int = 0
     steps: int = 0
-    parts: Tensor | None = field(default=None)
+    parts: Tensor | None = None
 
     def add(self, seconds: float, tokens: int, parts: Tensor) -> None:
         self.seconds, self.tokens, self.steps = self.seconds + seconds, self.tokens + tokens, self.steps + 1
@@ -309,11 +333,12 @@ def train(
     Raises:
         DataError: there is nothing to train on or to judge by.
         HeadError: the checkpoint is of another run, or training diverged.
+        InputError: there is a training in `output`, which is not gone on with; or it cannot be written.
     """
     processes = processes or Processes(readout.device)
     return _Trainer(
-        head, source, embedding, readout, output, options, metadata or {}, processes, progress, on_step
-    ).run(resume)
+        head, source, embedding, readout, output, options, metadata or {}, processes, progress, on_step, resume
+    ).run()
 
 
 class _Trainer:
@@ -329,11 +354,12 @@ class _Trainer:
         processes: Processes,
         progress: Callable[[str], None],
         on_step: Callable[[Status], None] | None,
+        resume: bool,
     ) -> None:
         self.head, self.source, self.output, self.options, self.metadata = head, source, output, options, metadata
         self.processes = processes
         self.progress, self.on_step = progress, on_step
-        output.mkdir(parents=True, exist_ok=True)
+        check_output(output, resume)
         self.rows, held = split_rows(source, options.heldout, options.seed)
         self.held: list[Example] = [
             (source.tokens(row), features.float(), row.spans[0][0])
@@ -354,11 +380,14 @@ class _Trainer:
         weights = LossWeights(
             options.regression, options.classification, options.step_weights, self.scale, options.top_k
         )
-        # What judges and is saved: the head itself, or a copy that gets averaged or gathered weights.
+        # What is judged and saved: the head itself, or a copy that gets averaged or gathered weights.
         self.judged = head
         if options.ema or processes.sharded:
             self.judged = EagleHead(head.config, draft_vocab=common).to(self.device)
-        if options.linear_start:
+        self.state_file = output / "checkpoint.pt"
+        start = _digest(head)
+        self.resumed = resume and self.state_file.exists()
+        if options.linear_start and not self.resumed:
             linear_start(head, source, self.rows, embedding, seed=options.seed)
         small = readout[common.to(self.device)].to(dtype)
         self.objective = processes.wrap(_Objective(head, embedding.to(dtype), small, weights))
@@ -375,16 +404,19 @@ class _Trainer:
         self.total = max(1, round(len(first) * options.epochs))
         self.data_tokens = sum(row.length for row in self.rows)
         self.facts = {"options": asdict(options), "rows": len(self.rows), "data_tokens": self.data_tokens}
+        # How often something is done, and in how many passes, changes no weight.
+        recipe = {name: value for name, value in asdict(options).items() if name not in _FREE}
+        ids = digest_of_ids(source.tokens(row).tolist() for row in (*self.rows, *held))
+        self.identity = {"data": ids, "metadata": metadata, "first weights": start, **recipe, **_shape(head)}
         self.drafted = len(common)
         self.place = _Place()
         self.log = output / "log.jsonl"
 
-    def run(self, resume: bool) -> TrainResult:
+    def run(self) -> TrainResult:
         began = time.monotonic()
         trained = count_trained(self.rows, 1)[0]
-        state_file = self.output / "checkpoint.pt"
-        if resume and state_file.exists():
-            self._load(state_file)
+        if self.resumed:
+            self._load()
         if self.processes.main:
             _cut_log(self.log, self.place.step)
             self.progress(
@@ -417,7 +449,7 @@ class _Trainer:
             last = place.step == self.total or self._stopped()
             place.seconds = before + time.monotonic() - began
             if self.processes.from_main(time.monotonic() - saved > self.options.checkpoint_minutes * 60) or last:
-                self._save(state_file)
+                self._save()
                 saved = time.monotonic()
         place = self.place
         assert place.best is not None
@@ -475,17 +507,20 @@ class _Trainer:
         for number, some in enumerate(mine):
             if not some and processes.count == 1:
                 continue
+            batch = self._batch(some, step) if some else None  # outside autocast: it may ask the target for features
             with (
                 processes.syncing(self.objective, number == len(mine) - 1),
                 torch.autocast(self.device.type, torch.bfloat16, enabled=options.bfloat16),
             ):
-                batch = self._batch(some, step) if some else None
                 loss, found = self.objective(batch, counts)
                 (loss * processes.count).backward()  # gradients are averaged over processes; shares add up
                 parts += found
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, options.clip)
         if not bool(torch.isfinite(whole(norm))):
-            raise HeadError(f"diverged at step {step}: lower the learning rate, {options.learning_rate}")
+            raise HeadError(
+                f"diverged at step {step}: the gradient is not finite; lower the learning rate, "
+                f"{options.learning_rate}, or what is far above its default: weights of losses, noise, weight decay"
+            )
         self.optimizer.step()
         if self.average:
             # Early on the average forgets faster: the first weights are far from any that are good.
@@ -496,8 +531,8 @@ class _Trainer:
     def _batch(self, indices: Sequence[int], step: int) -> Batch:
         # The noise of a row follows from the step and its place in the data, whoever computes it.
         base = (self.options.seed * 1_000_003 + step) * len(self.rows)
-        rows = [self.rows[i] for i in indices]
-        return collate(self.head, self.source, rows, self.noise, [base + i for i in indices]).to(self.device)
+        rows, seeds = [self.rows[i] for i in indices], [(base + i) % (1 << 63) for i in indices]
+        return collate(self.head, self.source, rows, self.noise, seeds).to(self.device)
 
     def _judge(self) -> Acceptance:
         """Measure the acceptance of what would be kept now, and keep it if it is the best."""
@@ -533,10 +568,7 @@ class _Trainer:
             if status.acceptance is not None:
                 self.progress(status.line())
 
-    def _identity(self) -> dict[str, Any]:
-        return {**self.facts, "metadata": self.metadata}
-
-    def _save(self, path: Path) -> None:
+    def _save(self) -> None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
         whole_on_cpu = StateDictOptions(full_state_dict=True, cpu_offload=True)
@@ -544,18 +576,25 @@ class _Trainer:
         average = [whole(tensor).cpu() for tensor in self.average]
         if self.processes.main:
             place = {**vars(self.place), "best": None if self.place.best is None else asdict(self.place.best)}
-            state = {"identity": self._identity(), "model": model, "optimizer": optimizer, "average": average}
-            temporary = path.with_suffix(".tmp")
+            state = {"identity": self.identity, "model": model, "optimizer": optimizer, "average": average}
+            temporary = self.state_file.with_suffix(".tmp")
             torch.save({**state, "place": place}, temporary)
-            os.replace(temporary, path)
+            os.replace(temporary, self.state_file)
         self.processes.wait()
 
-    def _load(self, path: Path) -> None:
+    def _load(self) -> None:
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
-        state = torch.load(path, weights_only=True, map_location="cpu")
-        if state.get("identity") != self._identity():
-            raise HeadError(f"{path}: written with another target, options or data; use another output folder")
+        path = self.state_file
+        try:
+            state = torch.load(path, weights_only=True, map_location="cpu")
+            there = state["identity"]
+        except Exception as e:  # torch raises many kinds: zip errors, end of file, unpickling refused
+            reason = (str(e).splitlines() or [type(e).__name__])[0][:160]
+            raise HeadError(f"{path}: not readable ({reason}); delete it, and train without --resume") from None
+        wrong = differences(there, self.identity)
+        if wrong:
+            raise HeadError(f"{path}: of another target, options or data ({wrong}); use another --output folder")
         set_state_dict(
             self.objective,
             self.optimizer,
@@ -564,11 +603,23 @@ class _Trainer:
             options=StateDictOptions(full_state_dict=True),
         )
         with torch.no_grad():
-            for average, parameter, value in zip(self.average, self.parameters, state["average"], strict=False):
-                average.copy_(_like(value, parameter))
+            if self.average:
+                for average, parameter, value in zip(self.average, self.parameters, state["average"], strict=True):
+                    average.copy_(_like(value, parameter))
         place = state["place"]
         best = place.pop("best")
         self.place = _Place(**place, best=None if best is None else Acceptance(**best))
+
+
+def _digest(head: EagleHead) -> str:
+    digest = hashlib.sha256()
+    for parameter in head.parameters():
+        digest.update(parameter.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _shape(head: EagleHead) -> dict[str, Any]:
+    return {f"head {name}": list(v) if isinstance(v, tuple) else v for name, v in asdict(head.config).items()}
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -584,14 +635,19 @@ def _cut_log(path: Path, step: int) -> None:
     """Keep the lines up to `step`: a run that was killed had gone on behind its last checkpoint."""
     if path.exists():
         drop_torn_line(path)
-        kept = [row for _, row in read_lines(path) if row["step"] <= step]
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        rows = (row for _, row in read_lines(path, lambda bad: None))
+        kept = [row for row in rows if isinstance(row.get("step"), int) and row["step"] <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def peak_memory_mb(device: torch.device) -> float:
     """The most memory held so far, MB: by this process, or of the accelerator by torch."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
+    import resource  # Unix only
+
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
 

@@ -1,8 +1,9 @@
 """What a study compares: named variations of one head and one recipe. Data, not code.
 
 Contract: every variation differs from the first one of its study, the baseline, in one thing: the head's shape, one
-option of the training, or which dialogues are trained on. The one exception is "paper", the whole recipe of the paper.
-The baseline of all studies but `text` is the same run, "baseline", so that studies of one folder share it.
+option of the training, or which dialogues are trained on. The one exception is "paper": the paper's losses and noise,
+without unrolling and linear start. The baseline of all studies but `text` is the same run, "baseline", so that studies
+of one folder share it.
 """
 
 from __future__ import annotations
@@ -86,16 +87,16 @@ def _recipe(base: TrainOptions) -> list[Variation]:
         ("unscaled", "loss and noise not scaled to the features", {"scaled": False}),
         ("no-noise", "no noise", {"noise": 0.0}),
         ("classification-only", "no regression", {"regression": 0.0}),
-        ("ema", "average of the weights", {"ema": 0.0 if base.ema else 0.99}),
-        ("top-k", "target's likeliest tokens only", {"top_k": 0 if base.top_k else 32}),
-        ("random-start", "no linear start", {"linear_start": not base.linear_start}),
+        ("ema", "average of the weights", {"ema": 0.99}),
+        ("top-k", "target's likeliest tokens only", {"top_k": 32}),
+        ("random-start", "no linear start", {"linear_start": False}),
     ]
     paper = {"regression": 1.0, "classification": 0.1, "step_weights": (1.0,), "scaled": False, "linear_start": False}
     return [
         Variation("baseline", "the defaults"),
         Variation(
             "paper",
-            "the paper's recipe: regression 1, classification 0.1, one step, unscaled, random start",
+            "the paper's losses: regression 1, classification 0.1, one step, unscaled; random start",
             options=paper,
         ),
         *(Variation(name, label, options=options) for name, label, options in changes),
