@@ -93,7 +93,9 @@ def test_results_are_those_of_the_training(trained: Trained) -> None:
     results = trained.section("Results")
     for part in (
         f"On {t['heldout']} held-out greedy answers of the target ({best['tokens']} tokens)",
-        f"The best of {judged} evaluations, after step {t['best_step']} of {t['steps']} ({seen} tokens seen).",
+        f"Judged once, at the end, after {t['steps']} steps ({seen} tokens seen)."
+        if judged == 1
+        else f"The best of {judged} evaluations, after step {t['best_step']} of {t['steps']} ({seen} tokens seen).",
         f"{t['tokens']:,} tokens read, {t['tokens_per_second']:.0f} tokens/s, {t['peak_memory_mb']:.0f} MB at most, "
         f"{duration(t['seconds'])} (processes: 1, cpu, threads: ",
     ):

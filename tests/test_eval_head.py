@@ -193,7 +193,7 @@ def test_options_may_come_from_a_file_and_the_command_line_wins(where: list[str]
             "unknown option 'epoch'; did you mean epochs?; unknown option 'learning_rat'; did",
         ),
         ("config: other.yaml", "unknown option 'config'"),
-        ("zzz: 1", "did you mean batch-tokens, data"),
+        ("zzz: 1", "unknown option 'zzz'; eaglekit train --help lists them"),
         ("epochs: [1, 2]", "epochs: expected one value, got a list"),
         ("data: [[a]]", "data: expected values"),
         ("- epochs", "got a list"),

@@ -467,7 +467,10 @@ def test_the_command_writes_json_table_and_picture(
     folders: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(passes, "measure_machine", lambda: passes.Machine(1e10, 1e10, 1e11))
-    monkeypatch.setattr(start, "_process", _no_process)
+    monkeypatch.setattr(start, "run_program", _no_process)
+    spent = {"tokens_per_second": 1.0, "features_tokens_per_second": 2.0}
+    spent |= {"peak_memory_mb": 4.0, "peak_memory_mb_before": 3.0}
+    monkeypatch.setattr(training, "measure", lambda target: spent)
     monkeypatch.setattr(rivals, "opened", _echo)
     monkeypatch.setattr(rivals, "installed", lambda: ["echo"])
     monkeypatch.setattr(speed, "_gguf", lambda target: Path("a.gguf"))

@@ -44,7 +44,7 @@ def study(
     learning_rate: Annotated[float, typer.Option(help="Peak rate.")] = TrainOptions.learning_rate,
     batch_tokens: Annotated[int, typer.Option(help="Tokens per optimizer step.")] = TrainOptions.batch_tokens,
     warmup_steps: Annotated[
-        int, typer.Option(min=0, help="Steps until the rate is at its peak.")
+        int, typer.Option(min=0, help="Steps until the rate is at its peak, a tenth of all at most.")
     ] = TrainOptions.warmup_steps,
     vocabulary: Annotated[
         int, typer.Option(help="Tokens that heads may draft: the most frequent ones.")

@@ -132,7 +132,10 @@ def train(
         ),
     ] = TrainOptions.accumulate,
     warmup_steps: Annotated[
-        int, typer.Option(min=0, help="Steps until the rate is at its peak.", rich_help_panel=RECIPE)
+        int,
+        typer.Option(
+            min=0, help="Steps until the rate is at its peak, a tenth of all at most.", rich_help_panel=RECIPE
+        ),
     ] = TrainOptions.warmup_steps,
     final_rate: Annotated[
         float,

@@ -273,7 +273,9 @@ def _results(run: _Run) -> str:
             _table(["", "τ", "by depth"], rows),
             "",
             f"The best of {len(run.judged)} evaluations, after step {t['best_step']:,} of {t['steps']:,}{after}{early}."
-            " These answers chose it, so that the numbers are a little optimistic.",
+            " These answers chose it, so that the numbers are a little optimistic."
+            if len(run.judged) > 1
+            else f"Judged once, at the end, after {t['steps']:,} steps{after}.",
             "",
             f"Training: {t['tokens']:,} tokens read, {speed}.",
         ]

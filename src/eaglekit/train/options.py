@@ -101,7 +101,7 @@ class TrainOptions:
         linear_start: Fit `fc` by ridge regression before the first step; see `start`.
         learning_rate: Where a cosine starts that falls to `final_rate` of it; the first `warmup_steps` are faded in.
             The paper's is 3e-5, for widths of 4096 and more.
-        warmup_steps: Linear warm-up.
+        warmup_steps: Linear warm-up, over a tenth of all steps at most.
         final_rate: Fraction of the peak that is left at the end.
         weight_decay: AdamW's.
         betas: AdamW's; the paper's.

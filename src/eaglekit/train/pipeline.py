@@ -149,7 +149,7 @@ def train_head(
         progress=progress,
         on_step=on_step,
     )
-    if processes.main:
+    if processes.main and (result.new_steps or not (output / "README.md").exists()):
         write_card(output, data=prepared.data, info=card, files=files, init=init, overlaps=overlaps, progress=progress)
     return result
 

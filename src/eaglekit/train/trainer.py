@@ -65,6 +65,7 @@ class TrainResult:
         seconds: Wall time of training, of all runs of it.
         tokens_per_second: Tokens read in a second of training, evaluations left out.
         peak_memory_mb: The most memory that this process has held, of the accelerator where there is one.
+        new_steps: Steps of this run; 0 if it had ended before, and nothing was written.
     """
 
     best: Acceptance
@@ -76,6 +77,7 @@ class TrainResult:
     seconds: float
     tokens_per_second: float
     peak_memory_mb: float
+    new_steps: int
 
 
 @dataclass(frozen=True)
@@ -247,7 +249,7 @@ def feature_scales(source: FeatureSource, rows: Sequence[StoredDialogue], seed: 
 
 def learning_rate(step: int, total: int, options: TrainOptions) -> float:
     """The rate of optimizer step `step` (from 0) of `total`."""
-    warm = min(1.0, (step + 1) / max(1, options.warmup_steps))
+    warm = min(1.0, (step + 1) / max(1, min(options.warmup_steps, total // 10)))
     place = min(1.0, step / max(1, total))
     cosine = options.final_rate + (1 - options.final_rate) * 0.5 * (1 + math.cos(math.pi * place))
     return options.learning_rate * warm * cosine
@@ -424,7 +426,7 @@ class _Trainer:
                 f"{self.total} steps; feature scale {self.scale:.2f}; draft vocabulary {self.drafted}"
             )
         self.head.train()
-        read, before = self.place.tokens, self.place.seconds
+        first, read, before = self.place.step, self.place.tokens, self.place.seconds
         lately = _Lately()
         saved = time.monotonic()
         for indices in self._batches():
@@ -463,11 +465,15 @@ class _Trainer:
             place.seconds,
             place.tokens / place.busy if place.busy else 0.0,
             peak_memory_mb(self.device),
+            place.step - first,
         )
-        if self.processes.main:
+        report = self.output / "training.json"
+        if self.processes.main and not result.new_steps and report.exists():
+            self.progress(f"{self.output}: this training had ended before; nothing was done")
+        elif self.processes.main:
             facts = {**asdict(result), **self.facts, "heldout": len(self.held), "processes": self.processes.count}
             machine = {"device": str(self.device), "threads": torch.get_num_threads()}
-            write_json(self.output / "training.json", {**facts, **machine})
+            write_json(report, {**facts, **machine})
         self.processes.wait()
         return result
 
