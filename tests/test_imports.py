@@ -31,9 +31,10 @@ ALLOWED: dict[str, set[str]] = {
     "train": {*BELOW, "package"},
     "bench": {*BELOW, "package"},
     "serve": {*BELOW, "package"},
-    "cli": {*BELOW, "package", "train", "bench", "serve", "cli_study", "cli_train"},
-    "cli_study": {*BELOW, "package", "train", "bench", "cli"},
-    "cli_train": {*BELOW, "package", "train", "bench", "cli"},
+    "cli": {*BELOW, "package", "train", "bench", "serve", "cli_common", "cli_study", "cli_train"},
+    "cli_common": {*BELOW, "package"},
+    "cli_study": {*BELOW, "package", "train", "bench", "cli_common"},
+    "cli_train": {*BELOW, "package", "train", "bench", "cli_common"},
 }
 # Layers that must work without anything but torch and the standard library.
 PURE = {

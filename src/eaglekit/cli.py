@@ -6,18 +6,16 @@ interrupted. Each command imports what it needs when it runs, so that `--help` i
 
 from __future__ import annotations
 
-import functools
 import io
 import json
-import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from eaglekit import __version__
+from eaglekit.cli_common import Device, Dtype, Target, load_for_training, note, reporting
 from eaglekit.cli_study import study
 from eaglekit.cli_train import train
 from eaglekit.errors import EaglekitError, InputError
@@ -25,7 +23,6 @@ from eaglekit.errors import EaglekitError, InputError
 if TYPE_CHECKING:
     from eaglekit.api import Generation, Model, Stream
     from eaglekit.core.stats import Stats
-    from eaglekit.models.hf import HFTarget
 
 app = typer.Typer(
     name="eaglekit",
@@ -36,15 +33,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Target = Annotated[
-    str | None,
-    typer.Option(help="Directory, hub id or GGUF file of the target. Default: SmolLM2-135M-Instruct, fetched once."),
-]
 Head = Annotated[
     str | None, typer.Option(help="Directory of the draft head. Default: the shipped one, for the built-in target.")
 ]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")]
 Weights = Annotated[
     str,
     typer.Option(help="fp32, fp16 or int8 matrices on a CPU; stock: transformers' modules. auto: fp32 where possible."),
@@ -76,49 +67,14 @@ Seed = Annotated[int | None, typer.Option(help="Makes sampling repeatable.")]
 System = Annotated[str | None, typer.Option(help="The system message.")]
 
 
-def _reporting(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn the errors that a user can mend into one line and exit code 2."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except EaglekitError as e:
-            _fail(str(e))
-        except BrokenPipeError:
-            # The reader went away (a pager, say): nothing is left to be said, not even at interpreter exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(0) from None
-        except KeyboardInterrupt:
-            _note("interrupted")
-            raise typer.Exit(130) from None
-        except OSError as e:
-            _fail(f"{e.strerror or e}" + (f": {e.filename}" if e.filename else ""))
-        except (MemoryError, RuntimeError) as e:
-            if isinstance(e, RuntimeError) and type(e).__name__ != "OutOfMemoryError":  # torch's, which is not imported
-                raise
-            _fail("out of memory; use a smaller model, a shorter context, or --dtype bfloat16")
-
-    return run
-
-
-def _fail(message: str) -> None:
-    print(f"eaglekit: error: {' '.join(message.split())}", file=sys.stderr)
-    raise typer.Exit(2)
-
-
-def _note(message: str) -> None:
-    print(f"eaglekit: {message}", file=sys.stderr, flush=True)
-
-
 def _load(target: str | None, head: str | None, device: str, dtype: str, weights: str) -> Model:
     from eaglekit.api import load
 
     model = load(target, head, device=device, dtype=dtype, weights=weights)
-    for note in model.defaults.notes:
-        _note(note)
+    for line in model.defaults.notes:
+        note(line)
     if model.head is None:
-        _note("no draft head for this target, only lookup; --head DIR names one, 'eaglekit train' makes one")
+        note("no draft head for this target, only lookup; --head DIR names one, 'eaglekit train' makes one")
     return model
 
 
@@ -158,7 +114,7 @@ def main(
 
 
 @app.command()
-@_reporting
+@reporting
 def generate(
     prompt: Annotated[str | None, typer.Argument(help="The user's message; - reads standard input.")] = None,
     prompt_file: Annotated[str | None, typer.Option(help="Read the prompt from a file; - is standard input.")] = None,
@@ -210,9 +166,9 @@ def generate(
     if as_json:
         print(json.dumps({**out.to_dict(), **({} if plain is None else {"plain": _comparison(out, plain)})}))
         return
-    _note(_describe(out.stats))
+    note(_describe(out.stats))
     if plain is not None:
-        _note(_describe_comparison(out, plain, greedy=temperature == 0))
+        note(_describe_comparison(out, plain, greedy=temperature == 0))
 
 
 def _read_prompt(prompt: str | None, prompt_file: str | None) -> str:
@@ -281,7 +237,7 @@ def _describe_comparison(out: Generation, plain: Generation, *, greedy: bool) ->
 
 
 @app.command()
-@_reporting
+@reporting
 def chat(
     system: System = None,
     target: Target = None,
@@ -318,14 +274,14 @@ def chat(
     talk = model.chat(system=system, tree=tree, method=method)  # type: ignore[arg-type]
     total = Stats()
     if sys.stdin.isatty():
-        _note("type a message; /reset, /stats, /quit; Ctrl-C stops an answer")
+        note("type a message; /reset, /stats, /quit; Ctrl-C stops an answer")
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
         except EOFError:
             return
         except UnicodeDecodeError:
-            _note("error: that line is not UTF-8 text")
+            note("error: that line is not UTF-8 text")
             continue
         except KeyboardInterrupt:
             print(file=sys.stderr)
@@ -336,14 +292,14 @@ def chat(
             return
         if line == "/reset":
             talk.reset()
-            _note("a new conversation")
+            note("a new conversation")
         elif line == "/stats":
-            _note(
+            note(
                 _describe(total)
                 + f"; {total.cached_prompt_tokens} of {total.prompt_tokens} prompt tokens from the cache"
             )
         elif line.startswith("/"):
-            _note(f"unknown command {line.split()[0]}; known: /reset, /stats, /quit")
+            note(f"unknown command {line.split()[0]}; known: /reset, /stats, /quit")
         else:
             _answer(talk, line, options, total)
 
@@ -353,13 +309,13 @@ def _answer(talk: Any, line: str, options: dict[str, Any], total: Stats) -> None
     try:
         pieces = talk.send(line, **options)
     except InputError as e:
-        _note(f"error: {e} (/reset begins a new conversation)")
+        note(f"error: {e} (/reset begins a new conversation)")
         return
     try:
         for piece in pieces:
             print(piece.text, end="", flush=True)
     except EaglekitError as e:
-        _note(f"error: {e} (/reset begins a new conversation)")
+        note(f"error: {e} (/reset begins a new conversation)")
     except KeyboardInterrupt:
         print(" …", end="")
     finally:
@@ -369,7 +325,7 @@ def _answer(talk: Any, line: str, options: dict[str, Any], total: Stats) -> None
 
 
 @app.command()
-@_reporting
+@reporting
 def check(
     target: Target = None,
     head: Head = None,
@@ -420,7 +376,7 @@ app.add_typer(bench_app, name="bench")
 
 
 @bench_app.callback(invoke_without_command=True)
-@_reporting
+@reporting
 def bench(
     context: typer.Context,
     prompts: Annotated[
@@ -481,13 +437,13 @@ def bench(
         if output is not None:
             output.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
         rates = ", ".join(f"{k} {m['tokens_per_second'].get('median', 0):.1f}" for k, m in data["methods"].items())
-        _note(f"{number} of {len(tasks)} prompts; tokens/s: {rates}")
+        note(f"{number} of {len(tasks)} prompts; tokens/s: {rates}")
     print(runner.table(data))
     print(json.dumps(data))
 
 
 @bench_app.command()
-@_reporting
+@reporting
 def speed(
     target: Target = None,
     head: Head = None,
@@ -549,35 +505,21 @@ def speed(
         output.mkdir(parents=True, exist_ok=True)
     setup = measuring.Setup.load(target, head, options, texts, limit)
     report: dict[str, Any] = {}
-    for report in measuring.measure(setup, options, _note):
+    for report in measuring.measure(setup, options, note):
         if output is not None:
             text = json.dumps(report, indent=1, ensure_ascii=False)
             (output / "speed.json").write_text(text + "\n", encoding="utf-8")
     if output is not None:
         if not plots.available():
-            _note("no picture: it needs matplotlib; pip install matplotlib")
+            note("no picture: it needs matplotlib; pip install matplotlib")
         elif plots.draw(report, output / "speed.png"):
-            _note(f"{output / 'speed.png'} drawn")
+            note(f"{output / 'speed.png'} drawn")
     print(speed_table.table(report))
     print(json.dumps(report))
 
 
-def _load_for_training(command: str, target: str | None, device: str, dtype: str) -> tuple[str, HFTarget, Any]:
-    """Name, stock target and tokenizer of what features are read from."""
-    from eaglekit.api import locate
-    from eaglekit.models.load import load_hf
-
-    path, _ = locate(target or None)
-    loaded, tokenizer = load_hf(path, device=device, dtype=dtype)
-    if tokenizer is None:
-        raise InputError(f"{command}: {path} has no tokenizer, so text cannot be read; add its tokenizer files")
-    # A GGUF file is converted to a folder that is called by a number.
-    name = Path(target).stem if target and Path(target).is_file() else Path(str(path)).name
-    return name, loaded, tokenizer
-
-
 @app.command()
-@_reporting
+@reporting
 def eval_head(
     prompts: Annotated[
         Path, typer.Option(help="JSON lines with 'turns', 'prompt' or 'messages'; first turns are used.")
@@ -608,11 +550,11 @@ def eval_head(
         raise InputError(f"eval-head: no head was given for {target}; name one with --head DIR, or train it first")
     folder = Path(head) if head is not None else builtin.shipped_head()
     draft = load_head(folder, dtype=torch.float32)
-    name, loaded, tokenizer = _load_for_training("eval-head", target, device, dtype)
+    name, loaded, tokenizer = load_for_training("eval-head", target, device, dtype)
     check_fit(draft.config, loaded.info)
     draft.to(loaded.info.device)
     ids = [encode_text(tokenizer, task.text) for task in tasks]
-    report = judge(loaded, tokenizer, draft, ids, max_new_tokens=max_new_tokens, progress=_note)
+    report = judge(loaded, tokenizer, draft, ids, max_new_tokens=max_new_tokens, progress=note)
     print(report.table())
     if json_file is not None:
         facts = {"target": name, "head": head or "shipped", "file": prompts.name}
@@ -621,7 +563,7 @@ def eval_head(
 
 
 @app.command()
-@_reporting
+@reporting
 def fetch(
     force: Annotated[bool, typer.Option("--force", help="Make everything anew.")] = False,
 ) -> None:
@@ -631,8 +573,8 @@ def fetch(
     print(builtin.fetch(force=force))
 
 
-app.command()(_reporting(train))
-app.command()(_reporting(study))
+app.command()(reporting(train))
+app.command()(reporting(study))
 
 if __name__ == "__main__":
     app()

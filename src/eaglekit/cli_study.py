@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from eaglekit.cli_common import Device, Dtype, Target, load_for_training, note
 from eaglekit.train.options import SynthesisOptions, TrainOptions
 
 
@@ -23,9 +24,7 @@ def study(
         Path, typer.Option(help="JSON lines with 'turns', 'prompt' or 'messages', unlike the data, to judge heads by.")
     ],
     output: Annotated[Path, typer.Option(help="Folder of tables, heads and data; studies may share it.")],
-    target: Annotated[
-        str | None, typer.Option(help="Directory, hub id or GGUF file of the target. Default: the built-in one.")
-    ] = None,
+    target: Target = None,
     tokens: Annotated[int, typer.Option(min=0, help="Tokens that a head is trained on; 0 for all there are.")] = 0,
     synthesize: Annotated[
         int | None, typer.Option(min=1, help="Prompts of the data that the target answers; default: all.")
@@ -55,12 +54,11 @@ def study(
     seed: Annotated[
         int, typer.Option(min=0, help="Of the answers, the data's order, the noise and the weights.")
     ] = TrainOptions.seed,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
 ) -> None:
     """Train heads that differ in one thing on the same data, judge them by the same answers, print a table."""
     from eaglekit.bench.tasks import read_tasks
-    from eaglekit.cli import _load_for_training, _note
     from eaglekit.train.eval_head import encode_text
     from eaglekit.train.forms import require
     from eaglekit.train.study import Study
@@ -80,7 +78,7 @@ def study(
     tasks = read_tasks(prompts, limit)
     for file in data:
         require(file)
-    name, loaded, tokenizer = _load_for_training("study", target, device, dtype)
+    name, loaded, tokenizer = load_for_training("study", target, device, dtype)
     made = Study(
         loaded,
         tokenizer,
@@ -90,6 +88,6 @@ def study(
         output=output,
         options=options,
         synthesis=SynthesisOptions(max_prompt_tokens=max_prompt_tokens, max_new_tokens=max_new_tokens, seed=seed),
-        progress=_note,
+        progress=note,
     )
     print(markdown(made.run(kind, tokens=tokens, answers=synthesize, only=only or ())), end="")

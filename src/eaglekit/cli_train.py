@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from eaglekit.cli_common import Device, Target, fail, load_for_training
 from eaglekit.errors import EaglekitError, InputError
 from eaglekit.train.options import FEATURE_CACHE_GB, HeadOptions, SelfTalkOptions, SynthesisOptions, TrainOptions
 
@@ -19,7 +20,6 @@ DATA, RECIPE, SHAPE = "Data", "Recipe", "Shape of a new head"
 def _use_config(context: typer.Context, path: Path | None) -> Path | None:
     """Let the options of a file stand in for those that the command line leaves out."""
     if path is not None:
-        from eaglekit.cli import _fail
         from eaglekit.train.config_file import read_config
 
         known = {
@@ -30,15 +30,13 @@ def _use_config(context: typer.Context, path: Path | None) -> Path | None:
         try:
             context.default_map = {**(context.default_map or {}), **read_config(path, known)}
         except EaglekitError as e:
-            _fail(str(e))
+            fail(str(e))
     return path
 
 
 def train(
     output: Annotated[Path, typer.Option(help="Folder of the head, and of everything on the way.")],
-    target: Annotated[
-        str | None, typer.Option(help="Directory, hub id or GGUF file of the target. Default: the built-in one.")
-    ] = None,
+    target: Target = None,
     init: Annotated[Path | None, typer.Option(help="Start from this head instead of random weights.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted training.")] = False,
     config: Annotated[
@@ -49,7 +47,7 @@ def train(
             help="YAML file of these options, named as here without dashes in front; the command line wins.",
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:N or mps.")] = "auto",
+    device: Device = "auto",
     dtype: Annotated[str, typer.Option(help="Of the target: auto, float32, bfloat16 or float16.")] = "auto",
     fsdp: Annotated[
         bool, typer.Option("--fsdp", help="With several processes: shard the head over them, in place of copies.")
@@ -267,7 +265,6 @@ def train(
             f"--init {init}: that head has a shape of its own; leave out the options of a new head's shape"
         )
     from eaglekit.bench.tasks import read_tasks
-    from eaglekit.cli import _load_for_training
     from eaglekit.train.card import CardInfo
     from eaglekit.train.forms import require
     from eaglekit.train.monitor import Monitor
@@ -283,7 +280,7 @@ def train(
         evaluation={str(file): [task.text for task in read_tasks(file)] for file in eval_overlap or ()},
     )
     processes = Processes(device, sharded=fsdp)
-    name, loaded, tokenizer = _load_for_training("train", target, str(processes.device), dtype)
+    name, loaded, tokenizer = load_for_training("train", target, str(processes.device), dtype)
     with Monitor(output, log_every=options.log_every, active=processes.main) as monitor:
         result = train_head(
             loaded,

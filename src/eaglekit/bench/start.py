@@ -4,8 +4,7 @@ Contract: every number comes from a fresh process, for this one has everything l
 alternate. The clock runs from before the process is started to when it has its first token; it has the threads of this
 one. Files are read once before, so that disks are not measured.
 
-Memory, bytes. The peak of a process is the system's count of resident pages, mapped files included. Where Linux tells
-the peak since the program started (VmHWM), that is taken: `ru_maxrss` also remembers the process that started it.
+Memory, bytes. The peak of a process is the system's count of resident pages, mapped files included, see `resident`.
 `libraries` is what was resident when everything was imported and nothing loaded. `weights` and `caches` are the tensors
 that target, drafter and session hold.
 """
@@ -39,7 +38,8 @@ loaded = time.time()
 model.generate(prompt, max_new_tokens=1)
 first = time.time()
 model.generate(prompt, max_new_tokens=tokens)
-from eaglekit.bench.start import held, resident
+from eaglekit.bench.start import held
+from eaglekit.models.memory import resident
 print(json.dumps({"imported": imported, "loaded": loaded, "first": first, **resident(),
                   **held(model, len(prompt) + tokens)}))
 """
@@ -47,28 +47,9 @@ _IMPORTS = """
 import json
 import eaglekit.api, eaglekit.models.load
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
-from eaglekit.bench.start import resident
+from eaglekit.models.memory import resident
 print(json.dumps(resident()))
 """
-
-
-def resident() -> dict[str, int | None]:
-    """Bytes of this process that are in memory: `now`, at the `peak`, and now without mapped files (`anonymous`).
-
-    What the system does not tell is None.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        try:
-            import resource  # Unix only
-        except ImportError:
-            return {"now": None, "peak": None, "anonymous": None}
-        unit = 1 if sys.platform == "darwin" else 1024
-        return {"now": None, "peak": unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, "anonymous": None}
-    found = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
-    wanted = {"now": "VmRSS", "peak": "VmHWM", "anonymous": "RssAnon"}
-    return {name: 1024 * int(found[key][0]) if key in found else None for name, key in wanted.items()}
 
 
 def tensor_bytes(*roots: Any) -> int:

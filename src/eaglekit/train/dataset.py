@@ -16,7 +16,7 @@ answer: a prompt for whoever gives no prompts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -79,6 +79,16 @@ class TrainingText:
         if self.bad:
             said.append(f"{len(self.bad)} bad rows skipped, the first: {self.bad[0]}")
         return "data: " + "; ".join(said)
+
+
+def count_of(lengths: Iterable[int], tokens: float) -> int:
+    """How many of the first `lengths` it takes to have `tokens` together; all, if they have not."""
+    total = count = 0
+    for length in lengths:
+        if total >= tokens:
+            break
+        total, count = total + length, count + 1
+    return count
 
 
 class RefusedError(DataError):

@@ -44,13 +44,10 @@ class HeadReport:
 
     def to_dict(self) -> dict[str, Any]:
         """These numbers, for JSON."""
-        found = self.acceptance
         return {
             "prompts": self.prompts,
             "answer_tokens": self.answer_tokens,
-            "tau": {name: round(value, 4) for name, value in found.tau.items()},
-            "n_alpha": [round(x, 4) for x in found.n_alpha],
-            "acceptance_by_depth": {name: [round(x, 4) for x in row] for name, row in found.by_depth.items()},
+            **self.acceptance.to_dict(),
             "draft_vocabulary": self.draft_vocabulary,
             "coverage": round(self.coverage, 4),
         }

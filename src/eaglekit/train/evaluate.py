@@ -10,16 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from eaglekit.core.tree import TreeShape
 from eaglekit.models.head import EagleHead
+from eaglekit.train.features import FeatureSource, StoredDialogue
 from eaglekit.train.objective import block_rows, embed, pairs_of, unroll
 
 Example = tuple[Tensor, Tensor, int]
 """ids int64 [n]; features [n - 1 or more, W], see `pairs_of`; where the answer, which goes to the end, starts."""
+
+
+def examples_of(source: FeatureSource, rows: Sequence[StoredDialogue]) -> list[Example]:
+    """Dialogues of one answer each, with their features in float32."""
+    read = zip(rows, source.read(rows), strict=True)
+    return [(source.tokens(row), features.float(), row.spans[0][0]) for row, features in read]
 
 
 @dataclass(frozen=True)
@@ -37,6 +45,14 @@ class Acceptance:
     n_alpha: tuple[float, ...]
     tokens: int
     by_depth: dict[str, tuple[float, ...]]
+
+    def to_dict(self) -> dict[str, Any]:
+        """τ, n-α and acceptance by depth, rounded, for JSON."""
+        return {
+            "tau": {name: round(value, 4) for name, value in self.tau.items()},
+            "n_alpha": [round(x, 4) for x in self.n_alpha],
+            "acceptance_by_depth": {name: [round(x, 4) for x in row] for name, row in self.by_depth.items()},
+        }
 
 
 def standard_shapes() -> dict[str, TreeShape]:
@@ -111,12 +127,16 @@ class Tally:
                 self._rounds[name] += 1
                 root += new
 
+    def counts(self) -> list[int]:
+        """Tokens so far, the same for all trees, then the rounds of each."""
+        return [max(self._tokens.values()), *self._rounds.values()]
+
     def acceptance(self) -> Acceptance:
         """Of all examples so far."""
         return Acceptance(
             {name: self._tokens[name] / max(1, self._rounds[name]) for name in self._shapes},
             self._chain.shares(),
-            max(self._tokens.values()),
+            self.counts()[0],
             {name: counts.shares() for name, counts in self._by_depth.items()},
         )
 

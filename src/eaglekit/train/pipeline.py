@@ -29,7 +29,7 @@ from eaglekit.models.checkpoint import check_fit, load_head, read_config
 from eaglekit.models.head import EagleHead, HeadConfig, head_options
 from eaglekit.models.hf import HFTarget
 from eaglekit.train.card import CardInfo, Count, DataFacts, write_card
-from eaglekit.train.dataset import Dialogue, TrainingText, read_training_text
+from eaglekit.train.dataset import Dialogue, TrainingText, count_of, read_training_text
 from eaglekit.train.features import FeatureFacts, FeatureSink, FeatureSource, FeatureStore, FeatureWriter, Subset
 from eaglekit.train.live import LiveFeatures, extract
 from eaglekit.train.options import FEATURE_CACHE_GB, HeadOptions, SelfTalkOptions, SynthesisOptions, TrainOptions
@@ -339,12 +339,7 @@ def _chosen(given: Sequence[Dialogue], most: int, seed: int) -> list[Dialogue]:
     """Dialogues of about `most` tokens (0: all), in the seed's order."""
     order = list(given)
     random.Random(seed).shuffle(order)
-    total, count = 0, 0
-    for dialogue in order:
-        if most and total >= most:
-            break
-        total, count = total + len(dialogue.ids), count + 1
-    return order[:count]
+    return order[: count_of((len(d.ids) for d in order), most or math.inf)]
 
 
 def _estimate(tokens: int, width: int, limit: float, cached: bool) -> str:

@@ -7,11 +7,13 @@ import json
 import os
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from eaglekit.errors import DataError
 from eaglekit.jsonl import read_lines
+from eaglekit.models.head import HeadConfig
 from eaglekit.models.hf import HFTarget
 from eaglekit.train.features import FeatureFacts, differences
 from eaglekit.train.forms import is_dataset
@@ -74,12 +76,20 @@ def digest_of_ids(rows: Iterable[Sequence[int]]) -> str:
     return digest.hexdigest()
 
 
-def digest_of_weights(model: Any) -> str:
-    """Of a few numbers of each: names alone do not tell a fine-tuned model from the one that it was made from."""
+def digest_of_weights(model: Any, numbers: int | None = 64) -> str:
+    """Of the first `numbers` of each weight, of all with None.
+
+    A few do for a large model: names alone do not tell a fine-tuned one from the one that it was made from.
+    """
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():
-        digest.update(name.encode() + weight.detach().flatten()[:64].float().cpu().numpy().tobytes())
+        digest.update(name.encode() + weight.detach().flatten()[:numbers].float().cpu().numpy().tobytes())
     return digest.hexdigest()
+
+
+def shape_of_head(config: HeadConfig) -> dict[str, Any]:
+    """Its fields, as facts of a training."""
+    return {f"head {name}": value for name, value in asdict(config).items()}
 
 
 def _digest_of_tokenizer(tokenizer: Any) -> str:

@@ -10,40 +10,21 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from eaglekit.models.hf import HFTarget
 from eaglekit.train.dataset import Dialogue
-from eaglekit.train.features import FEATURE_DTYPE, StoredDialogue
+from eaglekit.train.features import FeatureFacts, FeatureStore, FeatureWriter
 from eaglekit.train.live import extract
 from eaglekit.train.options import TrainOptions
 from eaglekit.train.pipeline import new_head, read_embedding, read_readout
 from eaglekit.train.trainer import peak_memory_mb, train
 
 _LENGTHS = (96, 160, 256, 384)  # tokens of a dialogue; its last two thirds are the answer
-
-
-class _Held:
-    """Dialogues with their features in memory. See `FeatureSource`."""
-
-    def __init__(self, dialogues: Sequence[Dialogue], features: Sequence[Tensor]) -> None:
-        self._ids = [torch.tensor(d.ids) for d in dialogues]
-        self._features = [f[: len(d.ids) - 1].to(FEATURE_DTYPE) for d, f in zip(dialogues, features, strict=True)]
-        self.dialogues: Sequence[StoredDialogue] = [
-            StoredDialogue(i, len(d.ids), tuple(d.spans), d.greedy) for i, d in enumerate(dialogues)
-        ]
-
-    def tokens(self, row: StoredDialogue) -> Tensor:
-        return self._ids[row.number]
-
-    def read(self, rows: Sequence[StoredDialogue]) -> list[Tensor]:
-        return [self._features[row.number].clone() for row in rows]
 
 
 def measure_training(target: HFTarget, *, steps: int = 12, options: TrainOptions | None = None) -> dict[str, Any]:
@@ -67,21 +48,23 @@ def measure_training(target: HFTarget, *, steps: int = 12, options: TrainOptions
         ids = torch.randint(target.info.vocab_size, (n,), generator=generator).tolist()
         dialogues.append(Dialogue(ids, [(n // 3, n)], len(dialogues) < 2))
         total += n
-    features: list[Tensor] = []
-    began = time.monotonic()
-    extract(target, dialogues, lambda _, values: features.append(values.to(FEATURE_DTYPE)))
-    reading = time.monotonic() - began
-    # What tables and blocks of the loss take comes on top of the target.
-    before = peak_memory_mb(target.info.device)
+    facts = FeatureFacts(target.info.hidden_size)
     with tempfile.TemporaryDirectory() as folder:
+        writer = FeatureWriter(Path(folder, "features"), facts)
+        began = time.monotonic()
+        extract(target, dialogues, writer.append)
+        reading = time.monotonic() - began
+        writer.close()
+        # What tables and blocks of the loss take comes on top of the target.
+        before = peak_memory_mb(target.info.device)
         never = 1_000_000
         made = replace(given, epochs=1.0, heldout=1, eval_every=never, patience=0, log_every=never)
         result = train(
             new_head(target, 0, {}),
-            _Held(dialogues, features),
+            FeatureStore(Path(folder, "features"), facts),
             read_embedding(target),
             read_readout(target, lambda line: None),
-            Path(folder),
+            Path(folder, "head"),
             options=made,
             progress=lambda line: None,
         )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from eaglekit.models.head import EagleHead
 from eaglekit.train.features import FeatureSource, StoredDialogue
+from eaglekit.train.objective import embed, pairs_of
 
 
 @torch.no_grad()
@@ -47,13 +48,9 @@ def linear_start(
     count = 0
     for i in order:
         row = rows[i]
-        first, ids, read = row.spans[0][0] - 1, source.tokens(row), source.read([row])[0].float().cpu()
-        true = read[first:, : config.hidden_size]
-        features, targets = read[first:-1, config.hidden_size :] if config.feature_layers else true[:-1], true[1:]
-        start = first + head.shifted
-        embedded = embedding[ids[start : start + len(targets)].to(embedding.device)].float()
-        if not head.shifted and first == 0:
-            embedded[0] = 0
+        pairs = pairs_of(head, source.tokens(row), source.read([row])[0].float().cpu())
+        tokens_read, features, targets = (part[row.spans[0][0] - 1 :] for part in pairs)
+        embedded = embed(embedding, tokens_read.to(embedding.device)).float()
         inputs = head.fc_input(embedded.to(device), features.to(device)).cpu()
         if config.fc_bias:
             inputs = torch.cat((inputs, torch.ones(len(inputs), 1)), -1)

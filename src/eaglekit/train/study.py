@@ -32,15 +32,15 @@ from eaglekit.models.checkpoint import load_head
 from eaglekit.models.hf import HFTarget
 from eaglekit.models.store import write_json
 from eaglekit.train.curve import draw
-from eaglekit.train.dataset import Dialogue, RefusedError, cut_dialogue, encode_dialogue, encode_prompt
+from eaglekit.train.dataset import Dialogue, RefusedError, count_of, cut_dialogue, encode_dialogue, encode_prompt
 from eaglekit.train.eval_head import answer_prompts
-from eaglekit.train.evaluate import Example
+from eaglekit.train.evaluate import Example, examples_of
 from eaglekit.train.features import FeatureFacts, FeatureSource, FeatureStore, FeatureWriter, StoredDialogue, Subset
 from eaglekit.train.forms import Message, read_rows
 from eaglekit.train.options import SynthesisOptions, TrainOptions
 from eaglekit.train.pipeline import new_head, prepare, read_embedding, read_readout
 from eaglekit.train.processes import Processes
-from eaglekit.train.provenance import claim, digest_of_ids
+from eaglekit.train.provenance import claim, digest_of_ids, shape_of_head
 from eaglekit.train.study_report import judge, markdown, report_of
 from eaglekit.train.trainer import split_rows, train
 from eaglekit.train.variations import SMALLEST_SHARE, Variation, variations
@@ -220,8 +220,7 @@ class Study:
         finally:
             writer.close()
         kept = FeatureStore(store, facts)
-        rows = kept.dialogues
-        return [(kept.tokens(r), f.float(), r.spans[0][0]) for r, f in zip(rows, kept.read(rows), strict=True)]
+        return examples_of(kept, kept.dialogues)
 
     def _run(self, variation: Variation, data: _Data, options: TrainOptions) -> dict[str, Any]:
         """Train and judge one head, unless that is done: what `result.json` holds."""
@@ -232,7 +231,7 @@ class Study:
             "target": self.target_name,
             "training tokens": digest_of_ids(data.source.tokens(row).tolist() for row in (*data.held, *rows)),
             "judging tokens": digest_of_ids(ids.tolist() for ids, _, _ in data.examples),
-            **{f"head {name}": value for name, value in asdict(head.config).items()},
+            **shape_of_head(head.config),
             **asdict(options),
         }
         claim(folder, made_of, True)
@@ -282,12 +281,7 @@ def _prompt(source: FeatureSource, row: StoredDialogue) -> tuple[int, ...]:
 
 def _first(rows: Sequence[StoredDialogue], tokens: float) -> list[StoredDialogue]:
     """The first rows that have `tokens` together."""
-    total, count = 0, 0
-    for row in rows:
-        if total >= tokens:
-            break
-        total, count = total + row.length, count + 1
-    return list(rows[:count])
+    return list(rows[: count_of((row.length for row in rows), tokens)])
 
 
 def _write_pairs(

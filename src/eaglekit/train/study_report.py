@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -29,22 +30,12 @@ def judge(head: EagleHead, examples: Sequence[Example], embedding: Tensor, reado
     `counts` has a row per example: its tokens, then the rounds of each of the trees.
     """
     tally = Tally(head, embedding, readout, standard_shapes())
-    counts: list[list[int]] = []
-    before = [0] * (1 + len(_TREES))
-    found = tally.acceptance()
+    sums = [tally.counts()]
     for example in examples:
         tally.add(example)
-        found = tally.acceptance()
-        # Every tree has the same tokens: those behind the first round's root, up to the answer's end.
-        now = [found.tokens, *(round(found.tokens / found.tau[name]) if found.tokens else 0 for name in _TREES)]
-        counts.append([a - b for a, b in zip(now, before, strict=True)])
-        before = now
-    return {
-        "tau": {name: round(value, 4) for name, value in found.tau.items()},
-        "n_alpha": [round(x, 4) for x in found.n_alpha],
-        "acceptance_by_depth": {name: [round(x, 4) for x in row] for name, row in found.by_depth.items()},
-        "counts": counts,
-    }
+        sums.append(tally.counts())
+    counts = [[a - b for a, b in zip(now, before, strict=True)] for before, now in pairwise(sums)]
+    return {**tally.acceptance().to_dict(), "counts": counts}
 
 
 def difference(

@@ -16,12 +16,10 @@ are made on the CPU, the same for all devices.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import random
-import sys
 import tempfile
 import time
 import zlib
@@ -37,14 +35,15 @@ from eaglekit.errors import DataError, HeadError, InputError
 from eaglekit.jsonl import read_lines
 from eaglekit.models.checkpoint import save_head
 from eaglekit.models.head import EagleHead, check_draft_vocab
+from eaglekit.models.memory import resident
 from eaglekit.models.store import write_json
 from eaglekit.train.dataset import drop_torn_line
-from eaglekit.train.evaluate import Acceptance, Example, simulate, standard_shapes
+from eaglekit.train.evaluate import Acceptance, examples_of, simulate, standard_shapes
 from eaglekit.train.features import FeatureSource, StoredDialogue, differences
 from eaglekit.train.objective import Batch, LossWeights, compute_losses, pairs_of, step_masks, uniform
 from eaglekit.train.options import TrainOptions
 from eaglekit.train.processes import Processes, whole
-from eaglekit.train.provenance import digest_of_ids
+from eaglekit.train.provenance import digest_of_ids, digest_of_weights, shape_of_head
 from eaglekit.train.start import linear_start
 
 _FREE = ("accumulate", "checkpoint_minutes", "log_every")
@@ -363,10 +362,7 @@ class _Trainer:
         self.progress, self.on_step = progress, on_step
         check_output(output, resume)
         self.rows, held = split_rows(source, options.heldout, options.seed)
-        self.held: list[Example] = [
-            (source.tokens(row), features.float(), row.spans[0][0])
-            for row, features in zip(held, source.read(held), strict=True)
-        ]
+        self.held = examples_of(source, held) if processes.main else []  # it alone judges
         dtype = torch.bfloat16 if options.bfloat16 else torch.float32
         common = frequent_tokens(source, self.rows, options.vocabulary, len(readout))
         head.draft_vocab = check_draft_vocab(common, len(readout))
@@ -387,7 +383,7 @@ class _Trainer:
         if options.ema or processes.sharded:
             self.judged = EagleHead(head.config, draft_vocab=common).to(self.device)
         self.state_file = output / "checkpoint.pt"
-        start = _digest(head)
+        start = digest_of_weights(head, None)
         self.resumed = resume and self.state_file.exists()
         if options.linear_start and not self.resumed:
             linear_start(head, source, self.rows, embedding, seed=options.seed)
@@ -409,7 +405,8 @@ class _Trainer:
         # How often something is done, and in how many passes, changes no weight.
         recipe = {name: value for name, value in asdict(options).items() if name not in _FREE}
         ids = digest_of_ids(source.tokens(row).tolist() for row in (*self.rows, *held))
-        self.identity = {"data": ids, "metadata": metadata, "first weights": start, **recipe, **_shape(head)}
+        made_of = {"data": ids, "metadata": metadata, "first weights": start}
+        self.identity = {**made_of, **recipe, **shape_of_head(head.config)}
         self.drafted = len(common)
         self.place = _Place()
         self.log = output / "log.jsonl"
@@ -617,17 +614,6 @@ class _Trainer:
         self.place = _Place(**place, best=None if best is None else Acceptance(**best))
 
 
-def _digest(head: EagleHead) -> str:
-    digest = hashlib.sha256()
-    for parameter in head.parameters():
-        digest.update(parameter.detach().cpu().numpy().tobytes())
-    return digest.hexdigest()
-
-
-def _shape(head: EagleHead) -> dict[str, Any]:
-    return {f"head {name}": list(v) if isinstance(v, tuple) else v for name, v in asdict(head.config).items()}
-
-
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
     """A whole tensor, sharded as `parameter` is."""
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -649,13 +635,10 @@ def _cut_log(path: Path, step: int) -> None:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """The most memory held so far, MB: by this process, or of the accelerator by torch."""
+    """The most memory held so far, MB: by torch of an accelerator, else by this process (0 if the system is silent)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    import resource  # Unix only
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+    return (resident()["peak"] or 0) / 1e6
 
 
 def duration(seconds: float) -> str:
