@@ -15,7 +15,7 @@ from eaglekit.errors import DataError, InputError
 from eaglekit.models.fast import fast_target, why_not_fast
 from eaglekit.models.native import native
 from eaglekit.train.config_file import read_config
-from eaglekit.train.forms import read_rows
+from eaglekit.train.text.forms import read_rows
 
 
 @pytest.mark.parametrize("tree", ["+lookup:3", "chain:2+lookup:3+lookup:3", "lookup:0", "chain:2+lookup:65"])

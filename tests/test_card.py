@@ -15,15 +15,15 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from eaglekit.cli import app
-from eaglekit.cli_train import _base_model
+from eaglekit.cli.main import app
+from eaglekit.cli.train import _base_model
 from eaglekit.errors import DataError
 from eaglekit.models.checkpoint import load_head
-from eaglekit.train.card import MARKER, CardInfo, Count, DataFacts, draw_curves, write_card
-from eaglekit.train.dataset import Dialogue
+from eaglekit.train.head.trainer import duration
 from eaglekit.train.options import SelfTalkOptions
-from eaglekit.train.overlap import Overlap, find_overlaps, training_texts
-from eaglekit.train.trainer import duration
+from eaglekit.train.report.card import MARKER, CardInfo, Count, DataFacts, draw_curves, write_card
+from eaglekit.train.text.dataset import Dialogue
+from eaglekit.train.text.overlap import Overlap, find_overlaps, training_texts
 from test_train import OPTIONS, Job, lines, new_store, run
 from tiny import llama, on_disk
 

@@ -15,8 +15,8 @@ import pytest
 from typer.testing import CliRunner
 
 import tiny
-from eaglekit import cli
-from eaglekit.cli import app
+from eaglekit.cli import main as cli
+from eaglekit.cli.main import app
 from eaglekit.train.options import HeadOptions, SynthesisOptions, TrainOptions
 
 
@@ -261,7 +261,7 @@ def test_a_bad_prompt_file_is_named_with_its_line(where: list[str], tmp_path: Pa
 
 def test_help_needs_no_torch() -> None:
     code = (
-        "import sys; from eaglekit.cli import app\n"
+        "import sys; from eaglekit.cli.main import app\n"
         "try: app(['--help'])\n"
         "except SystemExit: pass\n"
         "assert 'torch' not in sys.modules"

@@ -13,16 +13,16 @@ import torch
 from typer.testing import CliRunner
 
 import tiny
-from eaglekit import cli
 from eaglekit.api import Model
 from eaglekit.bench.lossless import tiny_head
-from eaglekit.cli import app
+from eaglekit.cli import main as cli
+from eaglekit.cli.main import app
 from eaglekit.core.stats import Stats
 from eaglekit.errors import InputError
 from eaglekit.models.checkpoint import save_head
 from eaglekit.models.head import INPUTS, EagleHead, check_draft_vocab
 from eaglekit.models.hf import HFTarget
-from eaglekit.train.eval_head import eval_head
+from eaglekit.train.judge.eval_head import eval_head
 from eaglekit.train.options import SelfTalkOptions
 
 PROMPTS = [[1, 2, 3], [4, 4, 1, 2, 0, 6], [2], [3, 0, 5, 5]]
@@ -132,7 +132,7 @@ def test_eval_head_prints_a_table_and_writes_json(where: list[str], prompts: Pat
     assert code == 0 and out.startswith("1 prompts")
     with pytest.MonkeyPatch.context() as patch:
         read: list[Any] = []
-        patch.setattr("eaglekit.train.eval_head.generate", lambda model, queue, **_: read.extend(queue) or [])
+        patch.setattr("eaglekit.train.judge.eval_head.generate", lambda model, queue, **_: read.extend(queue) or [])
         plain = tmp_path / "plain"
         shutil.copytree(where[1], plain)
         for file in plain.glob("*chat_template*"):

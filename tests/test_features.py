@@ -16,13 +16,13 @@ from eaglekit.errors import DataError, InputError, UnsupportedModelError
 from eaglekit.models.checkpoint import save_head
 from eaglekit.models.head import EagleHead, HeadConfig
 from eaglekit.models.hf import HFTarget
-from eaglekit.train.dataset import Dialogue
-from eaglekit.train.features import FeatureFacts, FeatureSource, FeatureStore, FeatureWriter, read_index
-from eaglekit.train.generate import is_fast
-from eaglekit.train.live import LiveFeatures, extract
+from eaglekit.train.features.live import LiveFeatures, extract
+from eaglekit.train.features.store import FeatureFacts, FeatureSource, FeatureStore, FeatureWriter, read_index
 from eaglekit.train.options import HeadOptions, SelfTalkOptions, SynthesisOptions, TrainOptions
 from eaglekit.train.pipeline import prepare, train_head
-from eaglekit.train.synthesize import read_dialogues, synthesize
+from eaglekit.train.text.answers import is_fast
+from eaglekit.train.text.dataset import Dialogue
+from eaglekit.train.text.synthesize import read_dialogues, synthesize
 from families import new_model
 from tiny import llama, tokenizer
 
@@ -319,7 +319,7 @@ def test_layers_that_a_target_does_not_have_are_refused() -> None:
 @pytest.mark.parametrize("fast", [True, False])
 def test_answers_resume_where_they_stopped(tmp_path: Path, fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not fast:
-        monkeypatch.setattr("eaglekit.train.generate.is_fast", lambda model: False)
+        monkeypatch.setattr("eaglekit.train.text.answers.is_fast", lambda model: False)
     model = llama(head_dim=32).eval()
     prompts = [[i + 1, i + 2, *range(i)] for i in range(13)]
     options = SynthesisOptions(max_prompt_tokens=13, max_new_tokens=6, batch_size=4, temperatures=(0.0, 1.0))

@@ -31,10 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "train": {*BELOW, "package"},
     "bench": {*BELOW, "package"},
     "serve": {*BELOW, "package"},
-    "cli": {*BELOW, "package", "train", "bench", "serve", "cli_common", "cli_study", "cli_train"},
-    "cli_common": {*BELOW, "package"},
-    "cli_study": {*BELOW, "package", "train", "bench", "cli_common"},
-    "cli_train": {*BELOW, "package", "train", "bench", "cli_common"},
+    "cli": {*BELOW, "package", "train", "bench", "serve"},
 }
 # Layers that must work without anything but torch and the standard library.
 PURE = {

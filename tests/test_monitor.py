@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from eaglekit.train.evaluate import Acceptance
-from eaglekit.train.monitor import REDRAWN, SAID, Monitor, Throttled, losses
-from eaglekit.train.trainer import Status
+from eaglekit.train.head.trainer import Status
+from eaglekit.train.judge.evaluate import Acceptance
+from eaglekit.train.report.monitor import REDRAWN, SAID, Monitor, Throttled, losses
 from test_train import OPTIONS, new_store, run
 
 STATUS = Status(20, 40, 8000, 812.4, 83.0, 6e-4, (0.5, 0.25, 0.125), (3.0, 4.0, 5.0))

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from eaglekit.errors import DataError, InputError
 from eaglekit.models.hf import HFTarget
-from eaglekit.train.dataset import Dialogue, encode_dialogue, encode_prompt
-from eaglekit.train.features import read_index
-from eaglekit.train.generate import Finished, Job, generate
+from eaglekit.train.features.store import read_index
 from eaglekit.train.options import SelfTalkOptions, SynthesisOptions, TrainOptions
 from eaglekit.train.pipeline import train_head
-from eaglekit.train.self_talk import _Stage, self_talk
-from eaglekit.train.tries import Report, Seen, read_tries
+from eaglekit.train.text.answers import Finished, Job, generate
+from eaglekit.train.text.dataset import Dialogue, encode_dialogue, encode_prompt
+from eaglekit.train.text.self_talk import _Stage, self_talk
+from eaglekit.train.text.tries import Report, Seen, read_tries
 from tiny import llama, tokenizer
 
 SYNTHESIS = SynthesisOptions(max_prompt_tokens=24, max_new_tokens=16, batch_size=4, temperatures=(0.0, 1.0))

@@ -27,7 +27,7 @@ from eaglekit.bench.lossless import tiny_head
 from eaglekit.bench.scripted import ScriptedDrafter, expected_tau, tau_variance
 from eaglekit.bench.speed import Setup, SpeedOptions
 from eaglekit.bench.speed_table import table
-from eaglekit.cli import app
+from eaglekit.cli.main import app
 from eaglekit.core.tree import TreeShape
 from eaglekit.drafters.eagle import EagleDrafter
 from eaglekit.engine.drafter import PlainDrafter

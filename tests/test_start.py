@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from eaglekit.models.head import EagleHead, HeadConfig
-from eaglekit.train.features import StoredDialogue
-from eaglekit.train.start import linear_start
+from eaglekit.train.features.store import StoredDialogue
+from eaglekit.train.head.start import linear_start
 
 HIDDEN, EMBEDDING, VOCAB = 8, 6, 40
 SIZES = torch.tensor([1500.0, *[1.0] * (HIDDEN - 1)])  # of a stream: real ones too have a few such places

@@ -16,19 +16,19 @@ from typer.testing import CliRunner
 
 import tiny
 from eaglekit.bench.lossless import tiny_head
-from eaglekit.cli import app
+from eaglekit.cli.main import app
 from eaglekit.errors import DataError, InputError
 from eaglekit.models.head import HeadConfig
 from eaglekit.models.hf import HFTarget
-from eaglekit.train import study
-from eaglekit.train.curve import Fit, student_quantile
-from eaglekit.train.dataset import Dialogue
-from eaglekit.train.evaluate import simulate, standard_shapes
-from eaglekit.train.live import LiveFeatures
+from eaglekit.train.features.live import LiveFeatures
+from eaglekit.train.judge import study
+from eaglekit.train.judge.evaluate import simulate, standard_shapes
+from eaglekit.train.judge.study import Study
+from eaglekit.train.judge.variations import KINDS, variations
 from eaglekit.train.options import SynthesisOptions, TrainOptions
-from eaglekit.train.study import Study
-from eaglekit.train.study_report import difference, judge, markdown, report_of
-from eaglekit.train.variations import KINDS, variations
+from eaglekit.train.report.curve import Fit, student_quantile
+from eaglekit.train.report.study_report import difference, judge, markdown, report_of
+from eaglekit.train.text.dataset import Dialogue
 
 OPTIONS = TrainOptions(epochs=1, batch_tokens=512, vocabulary=64, heldout=3, warmup_steps=1, linear_start=False)
 SYNTHESIS = SynthesisOptions(max_prompt_tokens=48, max_new_tokens=16, batch_size=8)
@@ -208,7 +208,7 @@ def test_what_was_made_is_not_made_again(target: HFTarget, tmp_path: Path, monke
     assert some["judged_by"]["prompts"] == 3
 
     monkeypatch.setattr(study, "answer_prompts", refuse)
-    monkeypatch.setattr("eaglekit.train.live._stock_reader", lambda *_: refuse)
+    monkeypatch.setattr("eaglekit.train.features.live._stock_reader", lambda *_: refuse)
     again = run(target, "layers", files, output, only=["layers-2"])
     assert trained[2:] == ["layers-2"] and again["runs"][:2] == some["runs"] and len(again["runs"]) == 3
     curve = run(target, "curve", files, output)

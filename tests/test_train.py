@@ -21,10 +21,9 @@ from eaglekit.errors import DataError, HeadError, InputError, UnsupportedModelEr
 from eaglekit.models.checkpoint import load_head, read_config, save_head
 from eaglekit.models.head import EagleHead, HeadCache, HeadConfig
 from eaglekit.models.hf import HFTarget
-from eaglekit.train.dataset import Dialogue
-from eaglekit.train.evaluate import simulate, standard_shapes
-from eaglekit.train.features import FeatureFacts, FeatureStore, FeatureWriter, read_index
-from eaglekit.train.objective import (
+from eaglekit.train.features.provenance import describe
+from eaglekit.train.features.store import FeatureFacts, FeatureStore, FeatureWriter, read_index
+from eaglekit.train.head.objective import (
     Batch,
     LossWeights,
     TargetLaw,
@@ -37,11 +36,12 @@ from eaglekit.train.objective import (
     uniform,
     unroll,
 )
+from eaglekit.train.head.start import linear_start
+from eaglekit.train.head.trainer import Status, collate, count_trained, plan_epoch, share, split_rows, train
+from eaglekit.train.judge.evaluate import simulate, standard_shapes
 from eaglekit.train.options import SynthesisOptions, TrainOptions
 from eaglekit.train.pipeline import read_readout, train_head
-from eaglekit.train.provenance import describe
-from eaglekit.train.start import linear_start
-from eaglekit.train.trainer import Status, collate, count_trained, plan_epoch, share, split_rows, train
+from eaglekit.train.text.dataset import Dialogue
 from families import new_model
 from tiny import llama, tokenizer
 
@@ -472,8 +472,8 @@ import torch
 torch.set_num_threads(1)
 sys.path[:0] = sys.argv[1:2]
 import test_train as t
-from eaglekit.train import trainer
-from eaglekit.train.processes import Processes
+from eaglekit.train.head import trainer
+from eaglekit.train.head.processes import Processes
 kind, folder = sys.argv[2], Path(sys.argv[3])
 processes = Processes("cpu", sharded=kind == "fsdp")
 assert (processes.count, processes.sharded) == (2, kind == "fsdp")

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from eaglekit.errors import DataError
-from eaglekit.train.dataset import TrainingText, cut_dialogue, encode_dialogue, encode_prompt, read_training_text
-from eaglekit.train.forms import is_dataset, read_rows
+from eaglekit.train.text.dataset import TrainingText, cut_dialogue, encode_dialogue, encode_prompt, read_training_text
+from eaglekit.train.text.forms import is_dataset, read_rows
 from tiny import tokenizer
 
 ASK, ANSWER = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}

@@ -28,18 +28,18 @@ from eaglekit.errors import DataError, InputError, UnsupportedModelError
 from eaglekit.models.checkpoint import check_fit, load_head, read_config
 from eaglekit.models.head import EagleHead, HeadConfig, head_options
 from eaglekit.models.hf import HFTarget
-from eaglekit.train.card import CardInfo, Count, DataFacts, write_card
-from eaglekit.train.dataset import Dialogue, TrainingText, count_of, read_training_text
-from eaglekit.train.features import FeatureFacts, FeatureSink, FeatureSource, FeatureStore, FeatureWriter, Subset
-from eaglekit.train.live import LiveFeatures, extract
+from eaglekit.train.features.live import LiveFeatures, extract
+from eaglekit.train.features.provenance import claim, describe, digest_of_data, digest_of_ids
+from eaglekit.train.features.store import FeatureFacts, FeatureSink, FeatureSource, FeatureStore, FeatureWriter, Subset
+from eaglekit.train.head.processes import Processes
+from eaglekit.train.head.trainer import Status, TrainResult, check_output, train
 from eaglekit.train.options import FEATURE_CACHE_GB, HeadOptions, SelfTalkOptions, SynthesisOptions, TrainOptions
-from eaglekit.train.overlap import find_overlaps, training_texts
-from eaglekit.train.processes import Processes
-from eaglekit.train.provenance import claim, describe, digest_of_data, digest_of_ids
-from eaglekit.train.self_talk import self_talk
-from eaglekit.train.synthesize import plan_batches, read_dialogues, synthesize
-from eaglekit.train.trainer import Status, TrainResult, check_output, train
-from eaglekit.train.tries import read_tries
+from eaglekit.train.report.card import CardInfo, Count, DataFacts, write_card
+from eaglekit.train.text.dataset import Dialogue, TrainingText, count_of, read_training_text
+from eaglekit.train.text.overlap import find_overlaps, training_texts
+from eaglekit.train.text.self_talk import self_talk
+from eaglekit.train.text.synthesize import plan_batches, read_dialogues, synthesize
+from eaglekit.train.text.tries import read_tries
 
 Wanted = dict[tuple[int, ...], Dialogue]
 """Token ids -> the dialogue, in the order in which a trainer gets them."""

@@ -17,12 +17,12 @@ from typing import Any
 import torch
 
 from eaglekit.models.hf import HFTarget
-from eaglekit.train.dataset import Dialogue
-from eaglekit.train.features import FeatureFacts, FeatureStore, FeatureWriter
-from eaglekit.train.live import extract
+from eaglekit.train.features.live import extract
+from eaglekit.train.features.store import FeatureFacts, FeatureStore, FeatureWriter
+from eaglekit.train.head.trainer import peak_memory_mb, train
 from eaglekit.train.options import TrainOptions
 from eaglekit.train.pipeline import new_head, read_embedding, read_readout
-from eaglekit.train.trainer import peak_memory_mb, train
+from eaglekit.train.text.dataset import Dialogue
 
 _LENGTHS = (96, 160, 256, 384)  # tokens of a dialogue; its last two thirds are the answer
 

@@ -37,14 +37,14 @@ from eaglekit.models.checkpoint import save_head
 from eaglekit.models.head import EagleHead, check_draft_vocab
 from eaglekit.models.memory import resident
 from eaglekit.models.store import write_json
-from eaglekit.train.dataset import drop_torn_line
-from eaglekit.train.evaluate import Acceptance, examples_of, simulate, standard_shapes
-from eaglekit.train.features import FeatureSource, StoredDialogue, differences
-from eaglekit.train.objective import Batch, LossWeights, compute_losses, pairs_of, step_masks, uniform
+from eaglekit.train.features.provenance import digest_of_ids, digest_of_weights, shape_of_head
+from eaglekit.train.features.store import FeatureSource, StoredDialogue, differences
+from eaglekit.train.head.objective import Batch, LossWeights, compute_losses, pairs_of, step_masks, uniform
+from eaglekit.train.head.processes import Processes, whole
+from eaglekit.train.head.start import linear_start
+from eaglekit.train.judge.evaluate import Acceptance, examples_of, simulate, standard_shapes
 from eaglekit.train.options import TrainOptions
-from eaglekit.train.processes import Processes, whole
-from eaglekit.train.provenance import digest_of_ids, digest_of_weights, shape_of_head
-from eaglekit.train.start import linear_start
+from eaglekit.train.text.dataset import drop_torn_line
 
 _FREE = ("accumulate", "checkpoint_minutes", "log_every")
 """Options that may be others when a training is gone on with."""

@@ -17,9 +17,9 @@ from typing import Any
 
 from eaglekit.errors import DataError
 from eaglekit.jsonl import read_lines
-from eaglekit.train.dataset import Dialogue
-from eaglekit.train.forms import Message
 from eaglekit.train.options import SelfTalkOptions
+from eaglekit.train.text.dataset import Dialogue
+from eaglekit.train.text.forms import Message
 
 
 @dataclass(frozen=True)

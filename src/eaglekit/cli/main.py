@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from eaglekit import __version__
-from eaglekit.cli_common import Device, Dtype, Target, load_for_training, note, reporting
-from eaglekit.cli_study import study
-from eaglekit.cli_train import train
+from eaglekit.cli.common import Device, Dtype, Target, load_for_training, note, reporting
+from eaglekit.cli.study import study
+from eaglekit.cli.train import train
 from eaglekit.errors import EaglekitError, InputError
 
 if TYPE_CHECKING:
@@ -538,8 +538,8 @@ def eval_head(
     from eaglekit.bench.tasks import read_tasks
     from eaglekit.models import builtin
     from eaglekit.models.checkpoint import check_fit, load_head
-    from eaglekit.train.eval_head import encode_text
-    from eaglekit.train.eval_head import eval_head as judge
+    from eaglekit.train.judge.eval_head import encode_text
+    from eaglekit.train.judge.eval_head import eval_head as judge
 
     tasks = read_tasks(prompts, limit)
     if max_new_tokens < 1:
@@ -575,6 +575,3 @@ def fetch(
 
 app.command()(reporting(train))
 app.command()(reporting(study))
-
-if __name__ == "__main__":
-    app()

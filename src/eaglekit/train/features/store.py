@@ -32,7 +32,7 @@ from torch import Tensor
 from eaglekit.errors import DataError, InputError
 from eaglekit.jsonl import read_lines
 from eaglekit.models.store import write_json
-from eaglekit.train.dataset import Dialogue, drop_torn_line
+from eaglekit.train.text.dataset import Dialogue, drop_torn_line
 
 FEATURE_DTYPE = torch.float16
 FeatureSink = Callable[[Dialogue, Tensor], None]

@@ -21,9 +21,9 @@ from eaglekit.models.checks import check_open
 from eaglekit.models.fast import fast_target
 from eaglekit.models.hf import HFTarget
 from eaglekit.models.rows import FastRows
-from eaglekit.train.dataset import Dialogue
-from eaglekit.train.features import FEATURE_DTYPE, FeatureSink, StoredDialogue
-from eaglekit.train.generate import is_fast
+from eaglekit.train.features.store import FEATURE_DTYPE, FeatureSink, StoredDialogue
+from eaglekit.train.text.answers import is_fast
+from eaglekit.train.text.dataset import Dialogue
 
 _READ_SLOTS = 16
 

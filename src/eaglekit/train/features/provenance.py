@@ -15,8 +15,8 @@ from eaglekit.errors import DataError
 from eaglekit.jsonl import read_lines
 from eaglekit.models.head import HeadConfig
 from eaglekit.models.hf import HFTarget
-from eaglekit.train.features import FeatureFacts, differences
-from eaglekit.train.forms import is_dataset
+from eaglekit.train.features.store import FeatureFacts, differences
+from eaglekit.train.text.forms import is_dataset
 
 
 def describe(target: HFTarget, tokenizer: Any, name: str, layers: Sequence[int] = ()) -> FeatureFacts:

@@ -17,11 +17,11 @@ import torch
 from eaglekit.errors import InputError
 from eaglekit.models.head import EagleHead
 from eaglekit.models.hf import HFTarget
-from eaglekit.train.dataset import encode_prompt
-from eaglekit.train.evaluate import Acceptance, Example, Tally, standard_shapes
-from eaglekit.train.generate import Finished, Job, generate
-from eaglekit.train.live import read_row
+from eaglekit.train.features.live import read_row
+from eaglekit.train.judge.evaluate import Acceptance, Example, Tally, standard_shapes
 from eaglekit.train.pipeline import pad_id, read_embedding, read_readout
+from eaglekit.train.text.answers import Finished, Job, generate
+from eaglekit.train.text.dataset import encode_prompt
 
 
 @dataclass(frozen=True)

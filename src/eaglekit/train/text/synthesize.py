@@ -19,10 +19,10 @@ from typing import Any
 
 from eaglekit.errors import DataError
 from eaglekit.jsonl import read_lines
-from eaglekit.train.dataset import Dialogue, drop_torn_line
-from eaglekit.train.features import FEATURE_DTYPE, FeatureSink
-from eaglekit.train.generate import Job, generate
+from eaglekit.train.features.store import FEATURE_DTYPE, FeatureSink
 from eaglekit.train.options import SynthesisOptions
+from eaglekit.train.text.answers import Job, generate
+from eaglekit.train.text.dataset import Dialogue, drop_torn_line
 
 
 def plan_batches(

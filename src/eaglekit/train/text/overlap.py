@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from eaglekit.errors import DataError
-from eaglekit.train.forms import read_rows
-from eaglekit.train.tries import read_tries
+from eaglekit.train.text.forms import read_rows
+from eaglekit.train.text.tries import read_tries
 
 WORDS = 13
 

@@ -22,12 +22,12 @@ from typing import Any
 from eaglekit import __version__
 from eaglekit.jsonl import read_lines
 from eaglekit.models.checkpoint import DRAFT_VOCAB, read_config
-from eaglekit.train.dataset import Dialogue
-from eaglekit.train.forms import is_dataset
+from eaglekit.train.head.trainer import duration
 from eaglekit.train.options import SelfTalkOptions, SynthesisOptions, TrainOptions
-from eaglekit.train.overlap import WORDS, Overlap
-from eaglekit.train.trainer import duration
-from eaglekit.train.tries import Report, read_tries
+from eaglekit.train.text.dataset import Dialogue
+from eaglekit.train.text.forms import is_dataset
+from eaglekit.train.text.overlap import WORDS, Overlap
+from eaglekit.train.text.tries import Report, read_tries
 
 MARKER = "<!-- Written by eaglekit train, and again after each training; without this line it is left alone. -->"
 

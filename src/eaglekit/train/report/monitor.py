@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from eaglekit.train.trainer import Status
+    from eaglekit.train.head.trainer import Status
 
 REDRAWN = 0.2  # seconds
 SAID = 10.0  # seconds between lines that count, where they cannot overwrite each other
@@ -222,7 +222,7 @@ class _Bar:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
 
-        from eaglekit.train.trainer import duration
+        from eaglekit.train.head.trainer import duration
 
         if status.acceptance is not None:
             self._tau = "  τ " + "  ".join(f"{name} {value:.2f}" for name, value in status.acceptance.tau.items())

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from eaglekit.cli_common import Device, Target, fail, load_for_training
+from eaglekit.cli.common import Device, Target, fail, load_for_training
 from eaglekit.errors import EaglekitError, InputError
 from eaglekit.train.options import FEATURE_CACHE_GB, HeadOptions, SelfTalkOptions, SynthesisOptions, TrainOptions
 
@@ -265,11 +265,11 @@ def train(
             f"--init {init}: that head has a shape of its own; leave out the options of a new head's shape"
         )
     from eaglekit.bench.tasks import read_tasks
-    from eaglekit.train.card import CardInfo
-    from eaglekit.train.forms import require
-    from eaglekit.train.monitor import Monitor
+    from eaglekit.train.head.processes import Processes
     from eaglekit.train.pipeline import train_head
-    from eaglekit.train.processes import Processes
+    from eaglekit.train.report.card import CardInfo
+    from eaglekit.train.report.monitor import Monitor
+    from eaglekit.train.text.forms import require
 
     for file in data or ():
         require(file)

@@ -22,12 +22,12 @@ from typing import Any
 from torch import Tensor
 
 from eaglekit.errors import DataError, InputError
-from eaglekit.train.dataset import Dialogue, RefusedError, drop_torn_line, encode_prompt, find_spans, render_text
-from eaglekit.train.features import FEATURE_DTYPE, FeatureSink
-from eaglekit.train.forms import Message
-from eaglekit.train.generate import Finished, Job, generate, is_fast
+from eaglekit.train.features.store import FEATURE_DTYPE, FeatureSink
 from eaglekit.train.options import SelfTalkOptions, SynthesisOptions
-from eaglekit.train.tries import Report, Seen, Try, read_tries
+from eaglekit.train.text.answers import Finished, Job, generate, is_fast
+from eaglekit.train.text.dataset import Dialogue, RefusedError, drop_torn_line, encode_prompt, find_spans, render_text
+from eaglekit.train.text.forms import Message
+from eaglekit.train.text.tries import Report, Seen, Try, read_tries
 
 _PLACE = "EAGLEKIT-USER-TEXT"  # stands where a user's text goes; never read by a model
 

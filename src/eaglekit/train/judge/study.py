@@ -31,19 +31,26 @@ from eaglekit.errors import DataError, InputError
 from eaglekit.models.checkpoint import load_head
 from eaglekit.models.hf import HFTarget
 from eaglekit.models.store import write_json
-from eaglekit.train.curve import draw
-from eaglekit.train.dataset import Dialogue, RefusedError, count_of, cut_dialogue, encode_dialogue, encode_prompt
-from eaglekit.train.eval_head import answer_prompts
-from eaglekit.train.evaluate import Example, examples_of
-from eaglekit.train.features import FeatureFacts, FeatureSource, FeatureStore, FeatureWriter, StoredDialogue, Subset
-from eaglekit.train.forms import Message, read_rows
+from eaglekit.train.features.provenance import claim, digest_of_ids, shape_of_head
+from eaglekit.train.features.store import (
+    FeatureFacts,
+    FeatureSource,
+    FeatureStore,
+    FeatureWriter,
+    StoredDialogue,
+    Subset,
+)
+from eaglekit.train.head.processes import Processes
+from eaglekit.train.head.trainer import split_rows, train
+from eaglekit.train.judge.eval_head import answer_prompts
+from eaglekit.train.judge.evaluate import Example, examples_of
+from eaglekit.train.judge.variations import SMALLEST_SHARE, Variation, variations
 from eaglekit.train.options import SynthesisOptions, TrainOptions
 from eaglekit.train.pipeline import new_head, prepare, read_embedding, read_readout
-from eaglekit.train.processes import Processes
-from eaglekit.train.provenance import claim, digest_of_ids, shape_of_head
-from eaglekit.train.study_report import judge, markdown, report_of
-from eaglekit.train.trainer import split_rows, train
-from eaglekit.train.variations import SMALLEST_SHARE, Variation, variations
+from eaglekit.train.report.curve import draw
+from eaglekit.train.report.study_report import judge, markdown, report_of
+from eaglekit.train.text.dataset import Dialogue, RefusedError, count_of, cut_dialogue, encode_dialogue, encode_prompt
+from eaglekit.train.text.forms import Message, read_rows
 
 FURTHER = (10_000_000, 60_000_000)
 """Numbers of training tokens that a learning curve is extrapolated to; 60 million are about the paper's."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from eaglekit.errors import DataError
-from eaglekit.train.forms import Message, read_rows
+from eaglekit.train.text.forms import Message, read_rows
 
 _LEAST = 3  # tokens of a dialogue: shorter ones hold no prediction to judge
 

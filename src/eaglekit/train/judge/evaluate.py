@@ -17,8 +17,8 @@ from torch import Tensor
 
 from eaglekit.core.tree import TreeShape
 from eaglekit.models.head import EagleHead
-from eaglekit.train.features import FeatureSource, StoredDialogue
-from eaglekit.train.objective import block_rows, embed, pairs_of, unroll
+from eaglekit.train.features.store import FeatureSource, StoredDialogue
+from eaglekit.train.head.objective import block_rows, embed, pairs_of, unroll
 
 Example = tuple[Tensor, Tensor, int]
 """ids int64 [n]; features [n - 1 or more, W], see `pairs_of`; where the answer, which goes to the end, starts."""

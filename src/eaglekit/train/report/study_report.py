@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from eaglekit.models.head import EagleHead
-from eaglekit.train.curve import Fit
-from eaglekit.train.evaluate import Example, Tally, standard_shapes
+from eaglekit.train.judge.evaluate import Example, Tally, standard_shapes
+from eaglekit.train.report.curve import Fit
 
 _TREES = tuple(standard_shapes())
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from eaglekit.cli_common import Device, Dtype, Target, load_for_training, note
+from eaglekit.cli.common import Device, Dtype, Target, load_for_training, note
 from eaglekit.train.options import SynthesisOptions, TrainOptions
 
 
@@ -59,11 +59,11 @@ def study(
 ) -> None:
     """Train heads that differ in one thing on the same data, judge them by the same answers, print a table."""
     from eaglekit.bench.tasks import read_tasks
-    from eaglekit.train.eval_head import encode_text
-    from eaglekit.train.forms import require
-    from eaglekit.train.study import Study
-    from eaglekit.train.study_report import markdown
-    from eaglekit.train.variations import variations
+    from eaglekit.train.judge.eval_head import encode_text
+    from eaglekit.train.judge.study import Study
+    from eaglekit.train.judge.variations import variations
+    from eaglekit.train.report.study_report import markdown
+    from eaglekit.train.text.forms import require
 
     options = TrainOptions(
         epochs=epochs,

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from eaglekit.models.head import EagleHead
-from eaglekit.train.features import FeatureSource, StoredDialogue
-from eaglekit.train.objective import embed, pairs_of
+from eaglekit.train.features.store import FeatureSource, StoredDialogue
+from eaglekit.train.head.objective import embed, pairs_of
 
 
 @torch.no_grad()

@@ -1,0 +1,1 @@
+"""How good a head is: simulated acceptance, and studies that compare heads."""

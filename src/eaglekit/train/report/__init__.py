@@ -1,0 +1,1 @@
+"""What people see of a training: progress, cards, curves, tables."""
