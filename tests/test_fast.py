@@ -31,7 +31,7 @@ from eaglekit.models import portable as portable_module
 from eaglekit.models.fast import FastState, FastTarget, fast_target, why_not_fast
 from eaglekit.models.hf import HFTarget
 from eaglekit.models.load import load_hf, load_target
-from eaglekit.models.native import NativeMatrix, default_backend, native, why_not
+from eaglekit.models.native import NativeMatrix, build, default_backend, native, why_not
 from eaglekit.models.packed import PackedLinear, pack_linears
 from eaglekit.models.portable import PortableBackend
 from eaglekit.models.stack import Caches, Planner, RotaryTables, StackShape, Weights, block_of, chain, join, quantize
@@ -833,7 +833,7 @@ def test_a_row_of_nothing_is_no_division_by_zero() -> None:
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache directory, and a `native()` that was never called; afterwards all is as before."""
-    library = native_module._compiled() if native() is not None else None
+    library = build.compiled() if native() is not None else None
     monkeypatch.setenv("EAGLEKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(native_module, "_reason", "")
     native.cache_clear()
@@ -851,7 +851,7 @@ def pretend_compiler(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str)
     file.write_text(f"#!/bin/sh\necho call >> {calls}\nfor out; do :; done\n{script}\n")
     file.chmod(0o755)
     calls.touch()
-    monkeypatch.setattr(native_module.shutil, "which", lambda name: str(file) if name == "c++" else None)
+    monkeypatch.setattr(build.shutil, "which", lambda name: str(file) if name == "c++" else None)
     return calls
 
 
@@ -863,7 +863,7 @@ def kept(folder: Path) -> list[str]:
 
 def test_where_there_is_a_compiler_there_are_kernels() -> None:
     """Else a broken kernel would only mean that most tests are skipped."""
-    if not any(native_module.shutil.which(name) for name in ("c++", "g++", "clang++")):
+    if not any(build.shutil.which(name) for name in ("c++", "g++", "clang++")):
         pytest.skip("no C++ compiler")
     assert native() is not None, why_not()
 
@@ -878,14 +878,14 @@ def test_kernels_are_compiled_once_into_the_cache_directory(fresh: Path, monkeyp
     assert calls.read_text().split() == ["call"]
     names = kept(fresh)
     assert len(names) == 1 and names[0].startswith("kernels-") and names[0].endswith(".so")
-    monkeypatch.setattr(native_module, "_processor", lambda: "another processor")
+    monkeypatch.setattr(build, "_processor", lambda: "another processor")
     native.cache_clear()
     assert native() is not None
     assert calls.read_text().split() == ["call"] * 2 and len(kept(fresh)) == 2
 
 
 def test_without_a_compiler_there_are_no_kernels(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native_module.shutil, "which", lambda _: None)
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
     assert native() is None
     assert "no C++ compiler was found (c++, g++ or clang++)" in why_not()
     assert kept(fresh) == []
@@ -914,7 +914,7 @@ def test_what_a_compiler_spoils_is_a_reason_and_no_crash(
 def test_a_library_that_lacks_functions_or_computes_something_else_is_not_used(
     fresh: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler = next((c for name in ("cc", "gcc") if (c := native_module.shutil.which(name))), None)
+    compiler = next((c for name in ("cc", "gcc") if (c := build.shutil.which(name))), None)
     if compiler is None:
         pytest.skip("no C compiler")
     names = ("stack", "product", "draft", "top", "grow", "norm", "move")
@@ -925,7 +925,7 @@ def test_a_library_that_lacks_functions_or_computes_something_else_is_not_used(
         (fresh / "library.c").write_text(text)
         subprocess.run([compiler, "-shared", "-fPIC", "library.c", "-o", "library.so"], cwd=fresh, check=True)
         pretend_compiler(fresh, monkeypatch, f"cp {fresh}/library.so $out")
-        monkeypatch.setattr(native_module, "_processor", lambda text=text: text)  # another library
+        monkeypatch.setattr(build, "_processor", lambda text=text: text)  # another library
         native.cache_clear()
         assert native() is None
         assert reason in why_not()
@@ -943,7 +943,7 @@ def test_a_cache_directory_that_cannot_be_written_is_a_reason(fresh: Path, monke
 )
 def test_a_damaged_library_in_the_cache_is_compiled_anew(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     compiled()
-    kept = native_module._compiled()
+    kept = build.compiled()
     copy = tmp_path / "kernels" / kept.name
     copy.parent.mkdir()
     copy.write_bytes(damage(kept.read_bytes()))
@@ -968,7 +968,7 @@ def test_models_load_and_answer_without_a_compiler(fresh: Path, monkeypatch: pyt
     model.save_pretrained(fresh / "target")
     tiny.tokenizer().save_pretrained(fresh / "target")
     save_head(head, fresh / "head", metadata={}, dtype=torch.float32)
-    monkeypatch.setattr(native_module.shutil, "which", lambda _: None)
+    monkeypatch.setattr(build.shutil, "which", lambda _: None)
     wanted = load(fresh / "target", device="cpu", weights="stock").generate("hello", max_new_tokens=20, method="plain")
     for weights in ("auto", *FORMATS):
         loaded = load(fresh / "target", fresh / "head", device="cpu", weights=weights)
@@ -990,12 +990,12 @@ def test_kernels_compile_and_hold_for_lesser_processors(
 ) -> None:
     if "slow" not in request.config.getoption("markexpr"):
         pytest.skip("compiles for half a minute; run with -m slow")
-    if platform.machine() != "x86_64" or "avx2" not in native_module._processor():
+    if platform.machine() != "x86_64" or "avx2" not in build._processor():
         pytest.skip("for an x86 processor with AVX2")
     compiled()
     script = (
-        "import eaglekit.models.native as n; "
-        f"n._FLAGS = (*(f for f in n._FLAGS if f != '-march=native'), '-march={processor}'); "
+        "import eaglekit.models.native as n, eaglekit.models.native.build as b; "
+        f"b._FLAGS = (*(f for f in b._FLAGS if f != '-march=native'), '-march={processor}'); "
         "print(n.native() is not None, n.why_not())"
     )
     environment = {**os.environ, "EAGLEKIT_CACHE": str(tmp_path)}

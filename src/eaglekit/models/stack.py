@@ -1,7 +1,7 @@
 """Decoder layers for CPUs: what is computed, said once for all backends.
 
 A pass has no padding: the tokens of all rows stand one after the other, T in all, and a `Plan` says where each belongs
-and what it sees. Backends (`models/native.py`, compiled; `models/portable.py`, PyTorch operators) promise that a
+and what it sees. Backends (`models/native`, compiled; `models/portable.py`, PyTorch operators) promise that a
 token's result does not depend on the other tokens of its pass, on where in the caches its keys lie, or on the row: a
 token read as a node of a tree equals the same token read alone. `native` promises it bit for bit.
 
