@@ -25,7 +25,8 @@ CONFIG = HeadConfig(
 
 
 def build(seed: int = 0, **changes: Any) -> EagleHead:
-    return EagleHead(HeadConfig(**{**CONFIG.__dict__, **changes}), torch.Generator().manual_seed(seed))
+    vocab = torch.arange(changes["readout_size"]) if changes.get("readout_size") else None
+    return EagleHead(HeadConfig(**{**CONFIG.__dict__, **changes}), torch.Generator().manual_seed(seed), vocab)
 
 
 def saved(path: Path, **changes: Any) -> Path:
@@ -73,6 +74,9 @@ VARIANTS: list[dict[str, Any]] = [
     {"input_norm": True}, {"inputs": "feature", "input_norm": True}, {"inputs": "token", "input_norm": True},
     {"feature_layers": (1, 4)}, {"feature_layers": (0, 2, 3), "input_norm": True, "embedding_size": 8},
     {"feature_layers": (1, 2), "inputs": "feature", "mlp": False},
+    {"feature_layers": (0, 1), "fuse_norms": True}, {"output_norm": True, "readout_size": 6},
+    {"method": "eagle3", "feature_layers": (1, 2, 4), "input_norm": True, "output_norm": True, "fuse_norms": True,
+     "readout_size": 11, "num_hidden_layers": 2, "embedding_size": 8},
 ]  # fmt: skip
 EACH_VARIANT = pytest.mark.parametrize("changes", VARIANTS, ids=str)
 
@@ -87,13 +91,15 @@ def test_variants_are_kept_in_our_format_and_refused_in_the_reference_s(
             parameter.add_(0.01 * number)
     save_head(head, tmp_path / "a", metadata={"target": "tiny"})
     back = load_head(tmp_path / "a")
+    assert (back.draft_vocab is None) == (not changes.get("readout_size"))
     assert back.config == head.config
     assert same(back, head.half())
     own = read_config(tmp_path / "a")["eaglekit"]
     kept = {k: list(v) if isinstance(v, tuple) else v for k, v in changes.items() if k in (
-        "inputs", "mlp", "input_norm", "feature_layers"
+        "method", "inputs", "mlp", "input_norm", "feature_layers", "fuse_norms", "output_norm", "readout_size"
     )}  # fmt: skip
     size = head.config.embedding_size
+    assert own.pop("draft_vocab_sha256", "").isalnum() == bool(changes.get("readout_size"))
     assert own == {"format": 1, "method": "eagle", "embedding_size": size, **kept, "target": "tiny"}
     with pytest.raises(HeadError, match=r"reference's format has no head with .*keep it in eaglekit's own") as caught:
         save_reference(back, tmp_path / "b", torch.zeros(30, size))
@@ -105,12 +111,15 @@ def test_a_variant_under_another_s_configuration_is_not_read(tmp_path: Path, cha
     """All variants but "feature+token" have tensors of their own."""
     saved(tmp_path, **changes)
     raw = json.loads((tmp_path / "config.json").read_text())
-    dropped = {k: v for k, v in raw["eaglekit"].items() if k in ("format", "method", "embedding_size", "target")}
+    dropped = {k: v for k, v in raw["eaglekit"].items() if k in ("format", "embedding_size", "target")}
+    dropped["method"] = "eagle"
     (tmp_path / "config.json").write_text(json.dumps({**raw, "eaglekit": dropped}))
     if changes.get("inputs") == "feature+token":
         assert load_head(tmp_path).config.inputs == "feature+shifted-token"
         return
-    with pytest.raises(HeadError, match=r"not the head that its config\.json describes|an EAGLE-3 head") as caught:
+    with pytest.raises(
+        HeadError, match=r"not the head that its config\.json|an EAGLE-3 head|not an EAGLE head"
+    ) as caught:
         load_head(tmp_path)
     assert "\n" not in str(caught.value)
 

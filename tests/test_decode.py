@@ -56,6 +56,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "feature_layers": (0, 1, 2), "inputs": "feature+token", "input_norm": True, "num_hidden_layers": 2,
     },
     "fused-feature-half-layer": {"feature_layers": (1, 2), "inputs": "feature", "mlp": False},
+    "eagle3": {
+        "method": "eagle3", "feature_layers": (0, 1, 2), "input_norm": True, "output_norm": True, "fuse_norms": True,
+        "readout_size": 3, "draft_vocab": [0, 1, 2],
+    },
 }  # fmt: skip
 EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 EACH_TREE = pytest.mark.parametrize("shape", TREES.values(), ids=TREES.keys())
@@ -688,7 +692,7 @@ def test_each_draft_law_is_what_the_head_gives_for_the_node_s_own_path(
 
 def check_laws(target: HFTarget, head: EagleHead, text: Observed, tree: DraftTree) -> None:
     """Each node's law against the head's, by a full pass over the pairs that lead to it."""
-    ids, weights = head.config.feature_layers, head.state_dict()
+    ids, vocab = head.config.feature_layers, head.draft_vocab
 
     def predicted(tokens: Tensor, features: Tensor) -> Tensor:
         embeddings = target.embed(tokens).detach()
@@ -696,7 +700,7 @@ def check_laws(target: HFTarget, head: EagleHead, text: Observed, tree: DraftTre
             embeddings = torch.cat((torch.zeros_like(embeddings[:1]), embeddings[:-1]))
         return head(embeddings[None], features[None], torch.arange(len(tokens))[None])[0, -1]
 
-    true = torch.cat([text.layers[k] for k in ids], -1) @ weights["fuse.weight"].T if ids else text.features
+    true = head.fused(torch.cat([text.layers[k] for k in ids], -1)) if ids else text.features
     for node, children in enumerate(tree.shape.children):
         if not children:
             continue
@@ -704,7 +708,10 @@ def check_laws(target: HFTarget, head: EagleHead, text: Observed, tree: DraftTre
         for draft in tree.shape.path(node)[1:]:
             features = torch.cat((features, predicted(tokens, features)[None]))
             tokens = torch.cat((tokens, tree.tokens[draft][None]))
-        wanted = WARM.probs(target.lm_head(predicted(tokens, features)[None]).detach())[0]
+        logits = head.read_out(predicted(tokens, features)[None], target.lm_head).detach()
+        wanted = WARM.probs(logits)[0]
+        if vocab is not None:
+            wanted = torch.zeros(target.info.vocab_size).index_copy(0, vocab, wanted)
         law = tree.law_of_children(node)
         assert law is not None
         torch.testing.assert_close(law, wanted, atol=1e-4, rtol=0)

@@ -53,6 +53,9 @@ PART = [0, *range(3, 90, 2), 97]  # a draft vocabulary; 45 tokens, no multiple o
 Pairs = tuple[Tensor, Tensor]
 
 # name -> fields of the configuration, draft vocabulary
+EAGLE3: dict[str, Any] = {
+    "method": "eagle3", "feature_layers": (0, 2, 3), "input_norm": True, "output_norm": True, "fuse_norms": True,
+}  # fmt: skip
 HEADS: dict[str, tuple[dict[str, Any], list[int] | None]] = {
     "one-layer": ({}, None),
     "bias": ({"fc_bias": True}, None),
@@ -72,7 +75,13 @@ HEADS: dict[str, tuple[dict[str, Any], list[int] | None]] = {
     "wide-four-layers": ({"num_hidden_layers": 4, "intermediate_size": 224}, None),
     "fused": ({"feature_layers": (0, 1, 3)}, None),
     "fused-half-layer-bias": ({"feature_layers": (1, 2), "mlp": False, "fc_bias": True}, None),
-}
+    "norms": ({"input_norm": True, "output_norm": True, "fc_bias": True}, PART),
+    "fused-norms-own-readout": (
+        {"feature_layers": (0, 1, 3), "fuse_norms": True, "output_norm": True, "readout_size": VOCAB}, None,
+    ),
+    "eagle3": ({**EAGLE3, "readout_size": len(PART)}, PART),
+    "eagle3-two-layers": ({**EAGLE3, "num_hidden_layers": 2, "num_key_value_heads": 4}, None),
+}  # fmt: skip
 EACH_HEAD = pytest.mark.parametrize("kind", HEADS)
 
 
@@ -203,7 +212,7 @@ def test_a_head_keeps_its_own_precision_whatever_the_targets() -> None:
         for half, kind in ((False, 0), (True, 1)):
             model = DraftModel(new_head("bias", half), shared_target("llama", weights))
             assert model.packed is not None
-            assert model.packed.head.fc.struct.kind == kind
+            assert model.packed.head.struct.fc.kind == kind
             assert model.packed.head.readout.struct.kind == FORMATS.index(weights)
 
 
@@ -222,7 +231,7 @@ def test_heads_that_kernels_cannot_compute_stay_modules() -> None:
     target = shared_target("llama")
     others: tuple[dict[str, Any], ...] = (
         {"head_dim": 16}, {"hidden_act": "relu"}, {"intermediate_size": 40}, {"inputs": "feature+token"},
-        {"inputs": "feature"}, {"inputs": "token"}, {"input_norm": True},
+        {"inputs": "feature"}, {"inputs": "token"},
     )  # fmt: skip
     for changes in others:
         values = {**vars(new_head("one-layer").config), **changes}
@@ -467,7 +476,7 @@ def answers(model: Model, tree: str | TreeShape, prompts: Sequence[list[int]], *
 
 @EACH_FORMAT
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("head", ["two-layers-bias-vocabulary-yarn", "one-layer", "fused-half-layer-bias"])
+@pytest.mark.parametrize("head", ["two-layers-bias-vocabulary-yarn", "one-layer", "fused-half-layer-bias", "eagle3"])
 def test_greedy_ids_are_those_of_plain_decoding(head: str, kind: str, weights: Weights) -> None:
     g, model = seeded(14), Model.wrap(shared_target(kind, weights), None, new_head(head))
     prompts = [random_ids(g, n) for n in (1, 60)]
@@ -484,13 +493,14 @@ def test_greedy_ids_are_those_of_plain_decoding(head: str, kind: str, weights: W
 @pytest.mark.parametrize(
     "changes",
     [{"inputs": "feature+token"}, {"inputs": "feature"}, {"inputs": "token"}, {"input_norm": True},
-     {"feature_layers": (0, 1, 3), "input_norm": True, "inputs": "feature+token"}, {"feature_layers": (1, 2)}],
+     {"feature_layers": (0, 1, 3), "input_norm": True, "inputs": "feature+token"}, {"feature_layers": (1, 2)},
+     {**EAGLE3, "readout_size": len(PART), "draft_vocab": PART}],
     ids=str,
 )  # fmt: skip
 def test_greedy_ids_of_variants_are_those_of_plain_decoding(changes: dict[str, Any], weights: Weights) -> None:
     """In their modules, but for the last one; the target is the fast one."""
     g, target = seeded(24), shared_target("llama", weights)
-    head = tiny_head(target, 3, **changes, **({} if changes.get("input_norm") else {"draft_vocab": PART}))
+    head = tiny_head(target, 3, **({} if changes.get("input_norm") else {"draft_vocab": PART}), **changes)
     model, prompts = Model.wrap(target, None, head), [random_ids(g, n) for n in (1, 40)]
     wanted = answers(model, "paper", prompts, method="plain")
     for tree in ("paper", BUSHY, "chain:3+lookup:4"):

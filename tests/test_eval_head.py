@@ -69,9 +69,13 @@ def test_the_numbers_are_those_of_decoding(fast: bool, vocabulary: list[int] | N
         {"feature_layers": (0, 2), "input_norm": True},
         {"mlp": False},
         {"num_hidden_layers": 2},
+        {
+            "method": "eagle3", "feature_layers": (0, 1, 2), "input_norm": True, "output_norm": True,
+            "fuse_norms": True, "readout_size": 6, "draft_vocab": [0, 1, 2, 3, 5, 6],
+        },
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_the_numbers_of_every_variant_are_those_of_decoding(changes: dict[str, Any]) -> None:
     target = HFTarget(tiny.llama(vocab_size=8, eos_token_id=7, seed=9).eval(), "tiny")
     head = tiny_head(target, 3, **changes)

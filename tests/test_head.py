@@ -56,12 +56,17 @@ def transcription(head: EagleHead, embeddings: Tensor, features: Tensor) -> Tens
         return out
 
     if features.shape[-1] > c.hidden_size:
+        if c.fuse_norms:
+            parts = features.split(c.hidden_size, -1)
+            features = torch.cat([norm(x, w[f"fuse_norms.{i}.weight"]) for i, x in enumerate(parts)], -1)
         features = features @ w["fuse.weight"].T
+    stream = features
     if c.input_norm:
         embeddings = norm(embeddings, w["embed_layernorm.weight"]) if c.inputs != "feature" else embeddings
         features = norm(features, w["hidden_layernorm.weight"]) if c.inputs != "token" else features
     both = torch.cat((embeddings, features), -1)
-    x = {"feature": features, "token": embeddings}.get(c.inputs, both) @ w["fc.weight"].T
+    x = {"feature": features, "token": embeddings}.get(c.inputs, both)
+    x = x @ w["fc.weight"].T if c.method == "eagle" else x  # EAGLE-3's attention reads both as they are
     if c.fc_bias:
         x = x + w["fc.bias"]
     for layer in range(c.num_hidden_layers):
@@ -78,6 +83,7 @@ def transcription(head: EagleHead, embeddings: Tensor, features: Tensor) -> Tens
                 scores = torch.stack([query @ rotate(k[j, shared], j) for j in range(i + 1)]) / c.head_dim**0.5
                 heads.append(scores.softmax(0) @ v[: i + 1, shared])
             rows.append(torch.cat(heads))
+        x = stream if layer == 0 and c.method == "eagle3" else x
         x = x + torch.stack(rows) @ w[name + "self_attn.o_proj.weight"].T
         if not c.mlp:
             continue
@@ -95,11 +101,17 @@ def test_equals_the_definition(layers: int, bias: bool) -> None:
     torch.testing.assert_close(head(e, f, positions)[0], transcription(head, e[0], f[0]), rtol=1e-4, atol=1e-4)
 
 
+EAGLE3: dict[str, Any] = {
+    "method": "eagle3", "feature_layers": (1, 2, 4), "input_norm": True, "output_norm": True, "fuse_norms": True,
+    "fc_bias": False,
+}  # fmt: skip
 VARIANTS: list[dict[str, Any]] = [
     {"inputs": "feature+token"}, {"inputs": "feature"}, {"inputs": "token"}, {"mlp": False}, {"input_norm": True},
     {"inputs": "feature", "input_norm": True}, {"inputs": "token", "input_norm": True, "num_hidden_layers": 3},
     {"feature_layers": (1, 4)}, {"feature_layers": (0, 2, 3), "input_norm": True, "mlp": False, "num_hidden_layers": 2},
     {"feature_layers": (0, 1, 2), "inputs": "feature", "input_norm": True},
+    {"feature_layers": (0, 3), "fuse_norms": True, "output_norm": True, "readout_size": 7},
+    EAGLE3, {**EAGLE3, "num_hidden_layers": 2, "readout_size": 9, "fuse_norms": False},
 ]  # fmt: skip
 EACH_VARIANT = pytest.mark.parametrize("changes", VARIANTS, ids=str)
 
@@ -113,8 +125,8 @@ def test_variants_equal_the_definition(changes: dict[str, Any]) -> None:
         torch.testing.assert_close(head(e, given, positions)[0], transcription(head, e[0], given[0]),
                                    rtol=1e-4, atol=1e-4)  # fmt: skip
         x = head.fc_input(e, given)
-        assert x.shape == (1, 6, head.config.fc_width) == (1, 6, head.fc.in_features)
-        assert torch.equal(head.combine(e, given), head.fc(x))
+        first = head.layers[0].self_attn.q_proj if head.fc is None else head.fc
+        assert x.shape == (1, 6, head.config.fc_width) == (1, 6, first.in_features)
     assert head.shifted == (changes.get("inputs") != "feature+token")
     assert not any(torch.isnan(p).any() for p in head.parameters())
 
@@ -134,11 +146,12 @@ def test_a_new_default_head_draws_its_matrices_in_the_order_of_their_names() -> 
 def test_new_variants_start_at_the_feature_or_at_the_last_stream() -> None:
     for changes in VARIANTS:
         head = EagleHead(replace(CONFIG, **changes))
-        if head.config.reads_features:
+        if head.config.reads_features and head.fc is not None:
             assert torch.equal(head.fc.weight[:, -24:], torch.eye(24))
         if head.fuse is not None:
             streams = torch.randn(3, head.config.feature_width)
             assert torch.equal(head.fuse(streams), streams[:, -24:])
+        assert (head.fc is None) == (changes.get("method") == "eagle3")
         norms = [p for n, p in head.named_parameters() if "norm" in n]
         assert all(bool((p == 1).all()) for p in norms)
 

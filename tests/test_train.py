@@ -56,8 +56,8 @@ def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def new_head(noise: float = 0.3) -> EagleHead:
-    head = EagleHead(CONFIG, torch.Generator().manual_seed(3))
+def new_head(noise: float = 0.3, **changes: Any) -> EagleHead:
+    head = EagleHead(replace(CONFIG, **changes), torch.Generator().manual_seed(3))
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
         for parameter in head.parameters():
@@ -217,12 +217,48 @@ def test_step_masks_need_the_whole_chain_in_one_dialogue() -> None:
 def test_step_weights_and_shares() -> None:
     targets, masks = random(6, WIDTH), [torch.ones(6, dtype=torch.bool)] * 2
     outputs = [random(6, WIDTH, seed=s) for s in (1, 2)]
-    losses = losses_of(outputs, masks, targets, READOUT, LossWeights(0.25, 0.75, (1.0, 0.5), scale=2.0))
+    losses = losses_of(new_head(), outputs, masks, targets, READOUT, LossWeights(0.25, 0.75, (1.0, 0.5), scale=2.0))
     wanted = sum(w * (0.25 * r + 0.75 * c) for w, r, c in zip((1.0, 0.5), *losses.parts.tolist(), strict=True))
     law = TargetLaw.of(targets, READOUT)
     assert float(losses.parts[0, 1]) == pytest.approx(float(regression_loss(outputs[1], targets, 2.0)) / 6, rel=1e-5)
     assert float(losses.parts[1, 0]) == pytest.approx(float(classification_loss(outputs[0], law)) / 6, rel=1e-5)
     assert float(losses.total) == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_read_out_of_the_head_s_own_is_trained_along(top_k: int) -> None:
+    """Value and gradients are those of the definition, by autograd."""
+    features, x, own = random(5, WIDTH), random(5, WIDTH, seed=1).requires_grad_(), random(*READOUT.shape, seed=2)
+    own.requires_grad_()
+    law = TargetLaw.of(features, READOUT, top_k, whole=True)
+    found = torch.autograd.grad(3 * classification_loss(x, law, own), (x, own))
+    logits = features @ READOUT.T
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float("-inf"))
+    probs = logits.softmax(-1)
+    wanted = 3 * -(probs * (x @ own.T).log_softmax(-1)).sum()
+    torch.testing.assert_close(law.probs, probs)
+    torch.testing.assert_close(3 * classification_loss(x, law, own), wanted)
+    for a, b in zip(found, torch.autograd.grad(wanted, (x, own)), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_an_eagle3_head_learns_from_tokens_alone(tmp_path: Path) -> None:
+    """Its read-out starts as the target's rows of the draft vocabulary, and is trained along."""
+    head = new_head(
+        method="eagle3", feature_layers=(0, 1), input_norm=True, output_norm=True, fuse_norms=True, readout_size=1
+    )
+    store = new_store(tmp_path / "store", layers=(0, 1))
+    head.adopt(torch.arange(0, len(READOUT), 2), READOUT)
+    assert torch.equal(head.lm_head.weight, READOUT[::2]) and head.config.readout_size == len(READOUT[::2])
+    result = train(
+        head, store, EMBEDDING, READOUT, tmp_path / "head", progress=lambda line: None,
+        options=replace(OPTIONS, regression=0.0, classification=1.0, vocabulary=8, epochs=4.0),
+    )  # fmt: skip
+    kept = load_head(tmp_path / "head")
+    assert kept.config.method == "eagle3" and kept.config.readout_size == len(kept.draft_vocab) == 8
+    assert not torch.equal(kept.lm_head.weight.float(), READOUT[kept.draft_vocab].half().float())
+    assert result.best.tokens > 0
 
 
 # --- unrolled steps are drafting
@@ -308,16 +344,19 @@ OPTIONS = TrainOptions(
 )  # fmt: skip
 
 
-def new_store(path: Path, seed: int = 0) -> FeatureStore:
-    writer = FeatureWriter(path, FeatureFacts(WIDTH))
+def new_store(path: Path, seed: int = 0, layers: tuple[int, ...] = ()) -> FeatureStore:
+    facts = FeatureFacts(WIDTH, layers)
+    writer = FeatureWriter(path, facts)
     generator = torch.Generator().manual_seed(seed)
     for i in range(14):
         n = 8 + i
         ids = torch.randint(VOCAB, (n,), generator=generator)
         # Features that follow from the tokens, so that there is something to learn.
-        writer.append(Dialogue(ids.tolist(), [(3, n)], i % 2 == 0), EMBEDDING[ids] + 0.5 * EMBEDDING[ids.roll(1)])
+        features = EMBEDDING[ids] + 0.5 * EMBEDDING[ids.roll(1)]
+        streams = [features * (k + 2) for k in layers]
+        writer.append(Dialogue(ids.tolist(), [(3, n)], i % 2 == 0), torch.cat([features, *streams], -1))
     writer.close()
-    return FeatureStore(path, FeatureFacts(WIDTH))
+    return FeatureStore(path, facts)
 
 
 def run(

@@ -8,16 +8,17 @@ so that a reader never sees half a file.
 Our `config.json` has the plain Llama keys that other engines read, and an `eaglekit` key:
 
     format          1
-    method          "eagle"
+    method          "eagle" or "eagle3"
     embedding_size  width of the target's embeddings
-    inputs, mlp, input_norm, feature_layers
+    inputs, mlp, input_norm, feature_layers, fuse_norms, output_norm, readout_size
                     what is not the default's, see `models/head.py`
     ...             whatever the caller adds: the target's name, provenance, training facts
 
 Tensor names and shapes are those of the reference. It stores `fc.bias` unless its configuration has `"bias": false`;
 whether there is a bias is decided here by the tensor. A stored copy of `embed_tokens.weight` is checked for shape and
-left aside: embeddings are the target's. Variants add `fuse.weight`, `embed_layernorm.weight` and
-`hidden_layernorm.weight`, or leave out what they do not have; the reference's format cannot hold them.
+left aside: embeddings are the target's. Variants add `fuse.weight`, `fuse_norms.N.weight`, `embed_layernorm.weight`,
+`hidden_layernorm.weight`, `norm.weight` and `lm_head.weight`, or leave out what they do not have; the reference's
+format cannot hold them.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from safetensors.torch import save as dump_safetensors
 from torch import Tensor
 
 from eaglekit.errors import HeadError
-from eaglekit.models.head import EagleHead, HeadConfig
+from eaglekit.models.head import METHODS, EagleHead, HeadConfig
 from eaglekit.models.target import TargetInfo
 
 FORMAT_VERSION = 1
 DRAFT_VOCAB = "draft_vocab"  # int32 [Vd], in our own format only
 _PREFIXES = ("module.", "model.")
-_VARIANTS = ("inputs", "mlp", "input_norm", "feature_layers")  # fields of the configuration, kept in our own key
+# Fields of the configuration, kept in our own key.
+_VARIANTS = ("method", "inputs", "mlp", "input_norm", "feature_layers", "fuse_norms", "output_norm", "readout_size")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -67,7 +69,7 @@ def save_head(
     if head.draft_vocab is not None:
         state[DRAFT_VOCAB] = head.draft_vocab.to("cpu", torch.int32)
         metadata = {**metadata, "draft_vocab_sha256": _digest(state[DRAFT_VOCAB])}
-    own = {"format": FORMAT_VERSION, "method": "eagle", "embedding_size": head.config.embedding_size}
+    own = {"format": FORMAT_VERSION, "method": head.config.method, "embedding_size": head.config.embedding_size}
     config["eaglekit"] = {**own, **_variant(head.config), **metadata}
     _write(Path(path), "model.safetensors", dump_safetensors(state, metadata={"format": "pt"}))
     _write(Path(path), "config.json", _json(config))
@@ -122,7 +124,8 @@ def load_head(path: Path | str, *, dtype: torch.dtype | None = None, device: tor
             f"{folder}: its draft vocabulary is not the one that config.json speaks of (SHA-256 {noted}); the files "
             "are of two heads, or damaged: get both again"
         )
-    _refuse_eagle3(folder, raw, state)
+    if (raw.get("eaglekit") or {}).get("method") != "eagle3":
+        _refuse_eagle3(folder, raw, state)
     config = _head_config(folder, raw, state)
     expected = _shapes(config)
     problems = _differences(expected, state, config)
@@ -134,7 +137,12 @@ def load_head(path: Path | str, *, dtype: torch.dtype | None = None, device: tor
     except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as e:
         reason = f"{type(e).__name__}: {e}"
         raise HeadError(f"{folder}: its config.json makes no head ({reason}); check its rope_scaling") from None
-    stored = state["fc.weight"].dtype
+    if config.readout_size and head.draft_vocab is None and config.readout_size != config.vocab_size:
+        raise HeadError(
+            f"{folder}: an lm_head of {config.readout_size} rows and no draft vocabulary that says which of the "
+            f"{config.vocab_size} tokens they are; get both files again"
+        )
+    stored = state["layers.0.self_attn.q_proj.weight"].dtype
     head.to(dtype=dtype or (stored if stored.is_floating_point else torch.float32), device=device)
     with torch.no_grad():
         for name, parameter in head.named_parameters():
@@ -164,8 +172,8 @@ def read_config(path: Path | str) -> dict[str, Any]:
     if own is not None and (not isinstance(own, dict) or own.get("format") != FORMAT_VERSION):
         found = own.get("format") if isinstance(own, dict) else own
         raise HeadError(f"{file}: format {found!r}; this version of eaglekit reads {FORMAT_VERSION}: upgrade eaglekit")
-    if own is not None and own.get("method") != "eagle":
-        raise HeadError(f"{file}: a head for method {own.get('method')!r}; expected 'eagle'")
+    if own is not None and own.get("method") not in METHODS:
+        raise HeadError(f"{file}: a head for method {own.get('method')!r}; expected {' or '.join(map(repr, METHODS))}")
     return raw
 
 
@@ -232,22 +240,23 @@ def _head_config(folder: Path, raw: Mapping[str, Any], state: Mapping[str, Tenso
     missing = [key for key in needed if key not in raw]
     if missing:
         raise HeadError(f"{folder / 'config.json'}: no {', '.join(missing)}; is this a draft head?")
-    fc = state.get("fc.weight")
-    if fc is None or fc.dim() != 2:
-        raise HeadError(f"{folder}: no fc.weight of two dimensions among {len(state)} tensors; not an EAGLE head")
+    own = raw.get("eaglekit") or {}
     hidden, heads = raw["hidden_size"], raw["num_attention_heads"]
+    fc = state.get("fc.weight")
+    if own.get("method") != "eagle3" and (fc is None or fc.dim() != 2):
+        raise HeadError(f"{folder}: no fc.weight of two dimensions among {len(state)} tensors; not an EAGLE head")
+    beside = hidden if fc is None else max(1, fc.shape[1] - hidden)
     rope = dict(raw.get("rope_parameters") or {})
     theta = raw.get("rope_theta") or rope.pop("rope_theta", None) or 10000.0
     rope.pop("rope_theta", None)
     scaling = raw.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
-    own = raw.get("eaglekit") or {}
     variant = {name: own[name] for name in _VARIANTS if name in own}
     if isinstance(variant.get("feature_layers"), list):
         variant["feature_layers"] = tuple(variant["feature_layers"])
     try:
         return HeadConfig(
             hidden_size=hidden,
-            embedding_size=own.get("embedding_size", max(1, fc.shape[1] - hidden)),
+            embedding_size=own.get("embedding_size", beside),
             num_hidden_layers=raw.get("num_hidden_layers", 1),
             num_attention_heads=heads,
             num_key_value_heads=raw.get("num_key_value_heads") or heads,
@@ -270,18 +279,25 @@ def _shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a head's parameters."""
     h, d = config.hidden_size, config.head_dim
     q, kv, mlp = config.num_attention_heads * d, config.num_key_value_heads * d, config.intermediate_size
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (h, config.fc_width)}
+    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (h, config.fc_width)} if config.has_fc else {}
     if config.fc_bias:
         shapes["fc.bias"] = (h,)
     if config.feature_layers:
         shapes["fuse.weight"] = (h, config.feature_width)
+    if config.fuse_norms:
+        shapes |= {f"fuse_norms.{i}.weight": (h,) for i in range(len(config.feature_layers))}
+    if config.output_norm:
+        shapes["norm.weight"] = (h,)
+    if config.readout_size:
+        shapes["lm_head.weight"] = (config.readout_size, h)
     if config.input_norm and config.reads_embeddings:
         shapes["embed_layernorm.weight"] = (config.embedding_size,)
     if config.input_norm and config.reads_features:
         shapes["hidden_layernorm.weight"] = (h,)
     for i in range(config.num_hidden_layers):
+        read = h if i or config.has_fc else config.fc_width
         layer: dict[str, tuple[int, ...]] = {
-            "self_attn.q_proj": (q, h), "self_attn.k_proj": (kv, h), "self_attn.v_proj": (kv, h),
+            "self_attn.q_proj": (q, read), "self_attn.k_proj": (kv, read), "self_attn.v_proj": (kv, read),
             "self_attn.o_proj": (h, q),
         }  # fmt: skip
         if config.mlp:

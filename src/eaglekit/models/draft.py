@@ -6,7 +6,8 @@ are written behind them and are overwritten by what comes next. Both kinds of st
 rounding; a head's own precision decides nothing but how many drafts are accepted.
 
 A head keeps its own precision whatever the target's: a checkpoint in float16 is packed as float16, any other as
-float32. The read-out is the target's matrix in the target's format; float16 for a float32 target's draft vocabulary.
+float32; int8 where that is asked for. A read-out that is the target's matrix has the target's format; float16 for a
+float32 target's draft vocabulary.
 
 Glossary: B rows, n drafts of a level, H width of the features, Vd draft vocabulary.
 """
@@ -26,7 +27,7 @@ from eaglekit.core.tree import TreeShape
 from eaglekit.errors import InputError
 from eaglekit.models.fast import FastTarget
 from eaglekit.models.head import EagleHead, HeadCache
-from eaglekit.models.native import MOST_TOP, GrowLevel, NativeGrower, NativeHead, NativeMatrix, native
+from eaglekit.models.native import MOST_TOP, GrowLevel, NativeBackend, NativeGrower, NativeHead, NativeMatrix, native
 from eaglekit.models.stack import (
     Caches,
     LayerWeights,
@@ -155,19 +156,20 @@ class DraftModel:
         head: On the target's device.
         target: Lends its embeddings and its `lm_head`.
         fast: Whether to pack the head where it can be: on a CPU with compiled kernels.
+        weights: Format of a packed head's matrices; None for its own precision.
     """
 
-    def __init__(self, head: EagleHead, target: Target, *, fast: bool = True) -> None:
+    def __init__(self, head: EagleHead, target: Target, *, fast: bool = True, weights: Weights | None = None) -> None:
         self.head = head
         self.target = target
         self.vocab = head.draft_vocab
         readout = target.lm_head if self.vocab is None else target.lm_head_of(self.vocab)
-        self.packed = _pack(head, target, readout) if fast and isinstance(target, FastTarget) else None
+        self.packed = _pack(head, target, readout, weights) if fast and isinstance(target, FastTarget) else None
         self._readout, self._dtype = readout, target.info.dtype
 
     def drafted(self, features: Tensor) -> Drafted:
         """Features [B, n, H] with their logits."""
-        return Drafted(features, self._readout(features.to(self._dtype)))
+        return Drafted(features, self.head.read_out(features, lambda x: self._readout(x.to(self._dtype))))
 
     def open(self, batch: int, max_length: int) -> HeadState:
         """Empty caches for `batch` rows of at most `max_length` entries, drafts included."""
@@ -180,7 +182,7 @@ class ModuleState:
 
     def __init__(self, model: DraftModel, batch: int, max_length: int) -> None:
         self._model, head = model, model.head
-        self._device = head.fc.weight.device
+        self._device = head.device
         self._cache = HeadCache(head.config, batch, max_length, head.dtype, self._device)
         # What a head that reads the features' own tokens remembers: the committed pairs' tokens, and the last level's.
         self._tokens = torch.zeros(batch, 0 if head.shifted else max_length, dtype=torch.long, device=self._device)
@@ -256,6 +258,23 @@ class ModuleState:
         return self._tokens.gather(1, last.clamp_min(0)[:, None])
 
 
+class _Fuse:
+    """`EagleHead.fused` of streams [T, feature_width]."""
+
+    def __init__(self, head: EagleHead, backend: NativeBackend, weights: Weights) -> None:
+        assert head.fuse is not None
+        self._matrix, self._backend = backend.matrix(head.fuse.weight, weights), backend
+        self._weights = [weight.detach().float() for weight in head.fuse_norms.parameters()]
+        self._eps = head.config.rms_norm_eps
+
+    def __call__(self, streams: Tensor) -> Tensor:
+        if self._weights:  # all streams' sizes in one call
+            width = len(self._weights[0])
+            sized = self._backend.norm(streams.float().reshape(-1, width), torch.ones(width), self._eps)
+            streams = sized.view(streams.shape).mul_(torch.cat(self._weights))
+        return self._matrix(streams)
+
+
 @dataclass(frozen=True)
 class _Packed:
     """A head for compiled kernels, its layers' shape, the target's embeddings [V, E], and `fuse` where there is one."""
@@ -263,13 +282,13 @@ class _Packed:
     head: NativeHead
     shape: StackShape
     table: Tensor
-    fuse: NativeMatrix | None
+    fuse: _Fuse | None
 
 
-def _pack(head: EagleHead, target: FastTarget, readout: Any) -> _Packed | None:
+def _pack(head: EagleHead, target: FastTarget, readout: Any, weights: Weights | None) -> _Packed | None:
     """The head for compiled kernels; None where there are none, or they cannot compute it."""
     backend, c = native(), head.config
-    if not head.shifted or not c.reads_features or not c.reads_embeddings or c.input_norm:
+    if not head.shifted or not c.reads_features or not c.reads_embeddings:
         return None
     inner = c.intermediate_size if c.mlp else 16
     shape = StackShape(
@@ -279,10 +298,11 @@ def _pack(head: EagleHead, target: FastTarget, readout: Any) -> _Packed | None:
     if backend is None or shape.why_not() or c.embedding_size % 16 or not isinstance(readout.matrix, NativeMatrix):
         return None
     tensors = [p.detach() for p in head.parameters()]
-    weights: Weights = "fp16" if all(torch.equal(t.half().to(t.dtype), t) for t in tensors) else "fp32"
+    if weights is None:
+        weights = "fp16" if all(torch.equal(t.half().to(t.dtype), t) for t in tensors) else "fp32"
 
     # A layer without an MLP gets the narrowest one, which adds zero.
-    gap = head.fc.weight.new_zeros(inner, c.hidden_size)
+    gap = torch.zeros(inner, c.hidden_size, dtype=head.dtype)
     zeros = {"gate": gap, "up": gap, "down": gap.T}
 
     def layer(module: torch.nn.Module) -> LayerWeights:
@@ -296,10 +316,17 @@ def _pack(head: EagleHead, target: FastTarget, readout: Any) -> _Packed | None:
 
     with torch.no_grad():
         stack = backend.stack(shape, map(layer, head.layers), weights, RotaryTables(head.inv_freq, head.rope_factor))
-        bias = None if head.fc.bias is None else head.fc.bias.detach().float()
-        fc = backend.matrix(head.fc.weight, weights)
-        fuse = None if head.fuse is None else backend.matrix(head.fuse.weight, weights)
-        return _Packed(NativeHead(fc, bias, stack, readout.matrix), shape, target.embedding, fuse)
+        norms = [None if m is None else m.weight for m in (head.embed_layernorm, head.hidden_layernorm, head.norm)]
+        packed = NativeHead(
+            c.embedding_size,
+            None if head.fc is None else backend.matrix(head.fc.weight, weights),
+            stack,
+            readout.matrix if head.lm_head is None else backend.matrix(head.lm_head.weight, weights),
+            bias=None if head.fc is None else head.fc.bias,
+            norms=norms,
+        )
+        fuse = None if head.fuse is None else _Fuse(head, backend, weights)
+        return _Packed(packed, shape, target.embedding, fuse)
 
 
 class PackedState:

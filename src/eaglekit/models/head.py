@@ -1,10 +1,11 @@
-"""The EAGLE draft head: one small decoder layer that predicts the target's next feature (arXiv 2401.15077, section 3).
+"""Draft heads: EAGLE, one small decoder layer that predicts the target's next feature, and EAGLE-3.
 
-Contract: pure functions of tensors and a `HeadCache`; the head has neither embeddings nor `lm_head`, those are the
-frozen target's. The input at position j is `[e_{j+1} ; f_j]`, the embedding of the token one step ahead, then the
-feature; the output is the predicted feature f̂_{j+1}, which the target's `lm_head` turns into the law of token j+2
-and which is fed straight back as a feature: no final norm, no norm before the first layer's attention. The position
-of a node is the index of its feature. Parameter names are those of the reference's checkpoints.
+Contract: pure functions of tensors and a `HeadCache`; the head has no embeddings, and unless it says so no read-out of
+its own: those are the frozen target's. EAGLE (arXiv 2401.15077, section 3): the input at position j is `[e_{j+1} ;
+f_j]`, the embedding of the token one step ahead, then the feature; the output is the predicted feature f̂_{j+1}, which
+the target's `lm_head` turns into the law of token j+2 and which is fed straight back as a feature: no final norm, no
+norm before the first layer's attention. The position of a node is the index of its feature. Parameter names are those
+of the reference's checkpoints.
 
 Variants, all off by default; position, output and feeding back stay the same:
 
@@ -13,6 +14,13 @@ Variants, all off by default; position, output and feeding back stay the same:
     input_norm      RMS norms of the embedding and of the feature before `fc`
     feature_layers  residual streams of the target in place of its feature, side by side in ascending order, which
                     `fuse` maps to the width of a feature; the head's own predictions are fed back without it
+    fuse_norms      RMS norms of each stream before `fuse`
+    output_norm     an RMS norm between the head's output and the read-out; what is fed back has no such norm
+    readout_size    rows of a read-out of the head's own, `lm_head`, one per token of its draft vocabulary
+
+EAGLE-3 (arXiv 2503.01840, section 3) is the method in which the last five are on and there is no `fc`: the first
+layer's attention reads the normed embedding and the normed feature side by side, and adds to the feature as it is. Its
+output is no feature of the target's, and is trained by tokens alone.
 
 Glossary: B rows, N new nodes, E embedding width, H feature width, h heads, kv key/value heads, D head width, L keys
 seen.
@@ -33,6 +41,7 @@ from torch.nn import functional as F
 
 from eaglekit.errors import HeadError, InputError
 
+METHODS = ("eagle", "eagle3")
 INPUTS = ("feature+shifted-token", "feature+token", "feature", "token")
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -70,6 +79,10 @@ class HeadConfig:
         input_norm: Whether there are RMS norms on what `fc` reads.
         feature_layers: Ids of two or more residual streams, ascending, k being the one that enters layer k
             (`hidden_states[k]` of transformers), that stand in the feature's place; empty: the feature.
+        method: One of `METHODS`; "eagle3" has no `fc`, and asks for `feature_layers`, `input_norm` and `output_norm`.
+        fuse_norms: Whether each of `feature_layers` is normed before `fuse`.
+        output_norm: Whether the output is normed before the read-out.
+        readout_size: Rows of the head's own `lm_head`; 0: the target's is used.
     """
 
     hidden_size: int
@@ -90,6 +103,10 @@ class HeadConfig:
     mlp: bool = True
     input_norm: bool = False
     feature_layers: tuple[int, ...] = ()
+    method: str = "eagle"
+    fuse_norms: bool = False
+    output_norm: bool = False
+    readout_size: int = 0
 
     def __post_init__(self) -> None:
         for name in (
@@ -118,7 +135,7 @@ class HeadConfig:
             )
         if self.inputs not in INPUTS:
             raise HeadError(f"head configuration: inputs is {self.inputs!r}; expected one of {', '.join(INPUTS)}")
-        for name in ("fc_bias", "mlp", "input_norm"):
+        for name in ("fc_bias", "mlp", "input_norm", "fuse_norms", "output_norm"):
             if not isinstance(getattr(self, name), bool):
                 raise HeadError(f"head configuration: {name} is {getattr(self, name)!r}; expected true or false")
         ids = self.feature_layers
@@ -132,6 +149,26 @@ class HeadConfig:
                 f"head configuration: feature_layers {list(ids)} with inputs {self.inputs!r}, which has no feature; "
                 "leave one of them out"
             )
+        if self.fuse_norms and not ids:
+            raise HeadError("head configuration: fuse_norms without feature_layers, which they are for")
+        size = self.readout_size
+        if not isinstance(size, int) or isinstance(size, bool) or not 0 <= size <= self.vocab_size:
+            raise HeadError(
+                f"head configuration: readout_size is {size!r}; expected 0 (the target's own) to {self.vocab_size}"
+            )
+        if self.method not in METHODS:
+            raise HeadError(f"head configuration: method is {self.method!r}; expected one of {', '.join(METHODS)}")
+        if self.method == "eagle3":
+            good = {
+                "feature_layers": bool(ids), "input_norm": self.input_norm, "output_norm": self.output_norm,
+                "fc_bias": not self.fc_bias, "inputs": self.inputs == INPUTS[0],
+            }  # fmt: skip
+            wrong = [f"{name} {getattr(self, name)!r}" for name, fits in good.items() if not fits]
+            if wrong:
+                raise HeadError(
+                    f"head configuration: an EAGLE-3 head with {', '.join(wrong)}; expected feature_layers, input_norm "
+                    f"and output_norm, no fc_bias, and inputs {INPUTS[0]!r}"
+                )
 
     @property
     def reads_features(self) -> bool:
@@ -149,8 +186,13 @@ class HeadConfig:
         return self.hidden_size * max(1, len(self.feature_layers))
 
     @property
+    def has_fc(self) -> bool:
+        """Whether `fc` maps what the head reads to H; an EAGLE-3 head's attention reads it as it is."""
+        return self.method != "eagle3"
+
+    @property
     def fc_width(self) -> int:
-        """Width of what `fc` reads."""
+        """Width of what `fc` reads, or an EAGLE-3 head's first layer."""
         return self.embedding_size * self.reads_embeddings + self.hidden_size * self.reads_features
 
     @staticmethod
@@ -208,6 +250,10 @@ def head_options(
     features: str = "last",
     bias: bool = False,
     input_norm: bool = False,
+    method: str = METHODS[0],
+    feature_layers: Sequence[int] = (),
+    kv_heads: int = 0,
+    own_readout: bool | None = None,
 ) -> dict[str, Any]:
     """Overrides for `HeadConfig.for_target` from what a user types.
 
@@ -220,6 +266,10 @@ def head_options(
         features: "last", the target's feature; or "fused", residual streams, see `fused_layers`.
         bias: Whether `fc` has a bias.
         input_norm: Whether there are norms before `fc`.
+        method: One of `METHODS`. "eagle3" fuses features, norms what it reads, and has a read-out of its own.
+        feature_layers: Streams to fuse, in place of `fused_layers`.
+        kv_heads: Key/value heads, 0 for as many as the target has.
+        own_readout: Whether the head has an `lm_head` of its own; None: an EAGLE-3 head has.
 
     Raises:
         InputError: a value is none of these, or two of them exclude each other.
@@ -234,17 +284,37 @@ def head_options(
         raise InputError(f"head inputs: got {inputs!r}; expected one of {', '.join(INPUTS)}")
     if features not in ("last", "fused"):
         raise InputError(f"head features: got {features!r}; expected last or fused")
+    if method not in METHODS:
+        raise InputError(f"head method: got {method!r}; expected one of {', '.join(METHODS)}")
+    eagle3 = method == "eagle3"
+    if eagle3 and (inputs != INPUTS[0] or bias or layers == 0.5):
+        raise InputError(
+            "head method eagle3: it reads features and shifted tokens, has no bias and an MLP; leave out --inputs, "
+            "--bias and --layers 0.5"
+        )
+    if feature_layers and not (eagle3 or features == "fused"):
+        raise InputError("head feature layers: they are for fused features; say --features fused or --method eagle3")
+    if kv_heads < 0:
+        raise InputError(f"head key/value heads: got {kv_heads}; expected a divisor of the attention heads, or 0")
     if features == "fused" and inputs == "token":
         raise InputError("head features 'fused' with inputs 'token', which have no feature; leave one of them out")
     width = intermediate_size if mlp_width == 1 else max(16, round(intermediate_size * mlp_width / 16) * 16)
+    fused = eagle3 or features == "fused"
+    streams = tuple(sorted(feature_layers)) or (fused_layers(num_target_layers) if fused else ())
     return {
         "num_hidden_layers": max(1, int(layers)),
         "mlp": layers != 0.5,
         "intermediate_size": width,
         "inputs": inputs,
-        "feature_layers": fused_layers(num_target_layers) if features == "fused" else (),
+        "feature_layers": streams,
         "fc_bias": bias,
-        "input_norm": input_norm,
+        "input_norm": input_norm or eagle3,
+        "method": method,
+        "fuse_norms": eagle3,
+        "output_norm": eagle3,
+        # How many rows is known when the draft vocabulary is, see `EagleHead.adopt`.
+        "readout_size": int(eagle3 if own_readout is None else own_readout),
+        **({"num_key_value_heads": kv_heads} if kv_heads else {}),
     }
 
 
@@ -364,13 +434,13 @@ class HeadCache:
 
 
 class _Attention(nn.Module):
-    def __init__(self, config: HeadConfig) -> None:
+    def __init__(self, config: HeadConfig, width: int) -> None:
         super().__init__()
         hidden, dim = config.hidden_size, config.head_dim
         self.heads, self.kv, self.dim = config.num_attention_heads, config.num_key_value_heads, dim
-        self.q_proj = nn.Linear(hidden, self.heads * dim, bias=False)
-        self.k_proj = nn.Linear(hidden, self.kv * dim, bias=False)
-        self.v_proj = nn.Linear(hidden, self.kv * dim, bias=False)
+        self.q_proj = nn.Linear(width, self.heads * dim, bias=False)
+        self.k_proj = nn.Linear(width, self.kv * dim, bias=False)
+        self.v_proj = nn.Linear(width, self.kv * dim, bias=False)
         self.o_proj = nn.Linear(self.heads * dim, hidden, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
@@ -411,14 +481,16 @@ class _Layer(nn.Module):
     def __init__(self, config: HeadConfig, number: int) -> None:
         super().__init__()
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = _Attention(config)
+        self.self_attn = _Attention(config, config.fc_width if number == 0 and not config.has_fc else hidden)
         self.mlp = _MLP(config) if config.mlp else None
         self.input_layernorm = _Norm(hidden, eps) if number > 0 else None
         self.post_attention_layernorm = _Norm(hidden, eps) if config.mlp else None
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        normed = x if self.input_layernorm is None else self.input_layernorm(x)
-        x = x + self.self_attn(normed, cos, sin, attend)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, read: Tensor | None = None) -> Tensor:
+        """The stream behind the layer; its attention reads `read`, where that is not the stream `x` itself."""
+        if read is None:
+            read = x if self.input_layernorm is None else self.input_layernorm(x)
+        x = x + self.self_attn(read, cos, sin, attend)
         if self.mlp is None or self.post_attention_layernorm is None:
             return x
         out: Tensor = x + self.mlp(self.post_attention_layernorm(x))
@@ -453,15 +525,25 @@ class EagleHead(nn.Module):
             embed_norm, feature_norm = (
                 config.input_norm and reads for reads in (config.reads_embeddings, config.reads_features)
             )
+            streams = config.feature_layers if config.fuse_norms else ()
+            self.fuse_norms = nn.ModuleList(_Norm(hidden, eps) for _ in streams)
             self.fuse = nn.Linear(config.feature_width, hidden, bias=False) if config.feature_layers else None
             self.embed_layernorm = _Norm(config.embedding_size, eps) if embed_norm else None
             self.hidden_layernorm = _Norm(hidden, eps) if feature_norm else None
-            self.fc = nn.Linear(config.fc_width, hidden, bias=config.fc_bias)
+            self.fc = nn.Linear(config.fc_width, hidden, bias=config.fc_bias) if config.has_fc else None
             self.layers = nn.ModuleList(_Layer(config, i) for i in range(config.num_hidden_layers))
+            self.norm = _Norm(hidden, eps) if config.output_norm else None
+            self.lm_head = nn.Linear(hidden, config.readout_size, bias=False) if config.readout_size else None
         self.to_empty(device="cpu")
         frequencies, self.rope_factor = rope_frequencies(config)
         self.register_buffer("inv_freq", frequencies, persistent=False)
         self.register_buffer("draft_vocab", check_draft_vocab(draft_vocab, config.vocab_size), persistent=False)
+        size = config.vocab_size if self.draft_vocab is None else len(self.draft_vocab)
+        if config.readout_size not in (0, size) and self.draft_vocab is not None:
+            raise HeadError(
+                f"head: its own lm_head has {config.readout_size} rows, its draft vocabulary {size} tokens; expected "
+                "as many"
+            )
         self._initialise(generator or torch.Generator().manual_seed(0))
 
     @torch.no_grad()
@@ -474,7 +556,7 @@ class EagleHead(nn.Module):
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, 0.02, generator=generator)
-        if self.config.reads_features:
+        if self.config.reads_features and self.fc is not None:
             self.fc.weight[:, -hidden:] = torch.eye(hidden)
         if self.fuse is not None:
             self.fuse.weight[:, -hidden:] = torch.eye(hidden)
@@ -482,7 +564,30 @@ class EagleHead(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights."""
-        return self.fc.weight.dtype
+        return next(self.parameters()).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return next(self.parameters()).device
+
+    @torch.no_grad()
+    def adopt(self, draft_vocab: Tensor, readout: Tensor) -> None:
+        """Take a draft vocabulary, and for a read-out of the head's own the target's rows as its first weights.
+
+        Args:
+            draft_vocab: int64 [Vd], ascending token ids.
+            readout: [V, H], the target's.
+
+        Raises:
+            HeadError: it is no draft vocabulary.
+        """
+        self.draft_vocab = check_draft_vocab(draft_vocab, self.config.vocab_size)
+        if self.lm_head is not None:
+            rows = readout[draft_vocab.to(readout.device)].to(self.device, self.dtype)
+            self.config = replace(self.config, readout_size=len(rows))
+            self.lm_head = nn.Linear(rows.shape[1], len(rows), bias=False, device=self.device, dtype=self.dtype)
+            self.lm_head.weight.copy_(rows)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> EagleHead:
         # The frequencies stay in float32 whatever the weights are cast to: half precision cannot tell positions apart.
@@ -506,7 +611,7 @@ class EagleHead(nn.Module):
         return self.config.inputs != "feature+token"
 
     def fc_input(self, embeddings: Tensor, features: Tensor) -> Tensor:
-        """What `fc` reads, [..., fc_width].
+        """What `fc` reads, or the first layer of a head without one: [..., fc_width].
 
         Args:
             embeddings: [..., E]: of the tokens one step ahead; unless `shifted`, of the features' own tokens, zeros for
@@ -517,15 +622,39 @@ class EagleHead(nn.Module):
         if self.config.reads_embeddings:
             parts.append(embeddings if self.embed_layernorm is None else self.embed_layernorm(embeddings))
         if self.config.reads_features:
-            if self.fuse is not None and features.shape[-1] != self.config.hidden_size:
-                features = self.fuse(features)
+            features = self.fused(features)
             parts.append(features if self.hidden_layernorm is None else self.hidden_layernorm(features))
         return torch.cat(parts, -1)
 
-    def combine(self, embeddings: Tensor, features: Tensor) -> Tensor:
-        """What the first layer reads, [..., H]; see `fc_input`."""
-        out: Tensor = self.fc(self.fc_input(embeddings, features))
+    def fused(self, features: Tensor) -> Tensor:
+        """Features [..., H] of what a head is given: these, or streams [..., feature_width] of its `feature_layers`."""
+        if self.fuse is None or features.shape[-1] == self.config.hidden_size:
+            return features
+        out: Tensor = self.fuse(self.fuse_input(features))
         return out
+
+    def fuse_input(self, streams: Tensor) -> Tensor:
+        """What `fuse` reads of streams [..., feature_width]: the same, each normed if there are norms for them."""
+        if not self.fuse_norms:
+            return streams
+        parts = streams.split(self.config.hidden_size, -1)
+        return torch.cat([norm(x) for norm, x in zip(self.fuse_norms, parts, strict=True)], -1)
+
+    def run(self, embeddings: Tensor, features: Tensor, positions: Tensor, attend: Callable[[int], Attend]) -> Tensor:
+        """All layers: [B, N, H] of embeddings and features, see `forward`; `attend(i)` is layer i's attention."""
+        x = self.fused(features)
+        read: Tensor | None = self.fc_input(embeddings, x)
+        if self.fc is not None:
+            x, read = self.fc(read), None
+        cos, sin = self.rotation(positions, x.dtype)
+        for number, layer in enumerate(self.layers):
+            x = layer(x, cos, sin, attend(number), read if number == 0 else None)
+        return x
+
+    def read_out(self, features: Tensor, readout: Callable[[Tensor], Tensor]) -> Tensor:
+        """Logits [..., Vd] of predictions [..., H]; `readout` is the target's, over the draft vocabulary."""
+        x = features if self.norm is None else self.norm(features)
+        return readout(x) if self.lm_head is None else self.lm_head(x)
 
     def forward(
         self,
@@ -553,23 +682,21 @@ class EagleHead(nn.Module):
         Raises:
             InputError: the cache is full.
         """
-        x = self.combine(embeddings, features)
-        cos, sin = self.rotation(positions, x.dtype)
-        nodes = x.shape[1]
+        nodes = positions.shape[1]
         causal = mask is None and cache is None and nodes > 1
         if cache is not None and mask is None:
             mask = self._causal_mask(cache, nodes, offset)
         grouped = self.config.num_key_value_heads != self.config.num_attention_heads
-        for number, layer in enumerate(self.layers):
 
-            def attend(q: Tensor, k: Tensor, v: Tensor, number: int = number) -> Tensor:
+        def attention(number: int) -> Attend:
+            def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 if cache is not None:
                     k, v = cache.write(number, k, v, offset)
                 return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 
-            x = layer(x, cos, sin, attend)
-        out: Tensor = x
-        return out
+            return attend
+
+        return self.run(embeddings, features, positions, attention)
 
     def _causal_mask(self, cache: HeadCache, nodes: int, offset: int) -> Tensor | None:
         """Mask [B, 1, N, L], or None where every node sees everything."""

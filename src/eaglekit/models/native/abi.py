@@ -38,6 +38,21 @@ class StackStruct(ctypes.Structure):
     ]
 
 
+class HeadStruct(ctypes.Structure):
+    """A draft head."""
+
+    _fields_ = [
+        ("embedding", ctypes.c_int64),
+        ("embed_norm", ctypes.c_void_p),
+        ("feature_norm", ctypes.c_void_p),
+        ("fc", MatrixStruct),
+        ("bias", ctypes.c_void_p),
+        ("stack", StackStruct),
+        ("output_norm", ctypes.c_void_p),
+        ("readout", MatrixStruct),
+    ]
+
+
 class PassStruct(ctypes.Structure):
     """One pass over a stack."""
 
@@ -67,9 +82,9 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     for name, arguments in {
         "ek_stack": (p, p),
         "ek_product": (p, i, p, p, p, p, i),
-        "ek_draft": (p, p, p, p, p, p, p, p, i, p),
+        "ek_draft": (p, p, p, p, p, i, p),
         "ek_top": (i, i, i, p, p),
-        "ek_grow": (p, p, p, p, p, p, i, i, i, p, p, p, p, p, p, p),
+        "ek_grow": (p, p, p, i, i, i, p, p, p, p, p, p, p),
         "ek_norm": (i, i, p, p, f, p),
         "ek_move": (i, i, i, i, i, i, i, p, i, p, p),
     }.items():

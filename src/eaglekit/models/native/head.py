@@ -1,4 +1,4 @@
-"""EAGLE heads of the compiled backend: reading pairs, and greedy drafts over a fixed tree, in one call each."""
+"""Draft heads of the compiled backend: reading pairs, and greedy drafts over a fixed tree, in one call each."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eaglekit.models.native.abi import LevelStruct
+from eaglekit.models.native.abi import HeadStruct, LevelStruct, MatrixStruct
 from eaglekit.models.native.memory import floats
 from eaglekit.models.native.stack import NativeMatrix, NativeStack
 from eaglekit.models.stack import Caches, Plan
@@ -19,28 +19,42 @@ MOST_TOP = 64  # children that a node may have in `NativeGrower`, and largest k 
 
 
 class NativeHead:
-    """An EAGLE head: `fc`, layers and the read-out in one call.
+    """A draft head: norms, `fc`, layers and the read-out in one call; see `models/head.py` for what these are.
 
     Args:
-        fc: [H, E + H].
-        bias: Of `fc`, float32 [H], or None.
+        embedding_size: E.
+        fc: [H, E + H]; None for EAGLE-3, whose first layer reads E + H numbers.
         stack: The layers.
         readout: [N, H].
+        bias: Of `fc`, float32 [H], or None.
+        norms: Weights of the norms of embeddings [E], of features [H] and of what the read-out reads [H], or None.
     """
 
-    def __init__(self, fc: NativeMatrix, bias: Tensor | None, stack: NativeStack, readout: NativeMatrix) -> None:
-        self.fc, self.bias, self.stack, self.readout = fc, bias, stack, readout
-        # The leading arguments of the library's functions.
-        self.pointers = (
-            ctypes.addressof(fc.struct), 0 if bias is None else bias.data_ptr(), ctypes.addressof(stack._struct),
-            ctypes.addressof(readout.struct),
+    def __init__(
+        self,
+        embedding_size: int,
+        fc: NativeMatrix | None,
+        stack: NativeStack,
+        readout: NativeMatrix,
+        *,
+        bias: Tensor | None = None,
+        norms: Sequence[Tensor | None] = (None, None, None),
+    ) -> None:
+        self.stack, self.readout, self.hidden = stack, readout, readout.shape[1]
+        self.width = embedding_size + self.hidden
+        vectors = [None if x is None else x.detach().float().contiguous().clone() for x in (*norms, bias)]
+        self._kept = (fc, vectors)
+        embed_norm, feature_norm, output_norm, added = (0 if x is None else x.data_ptr() for x in vectors)
+        self.struct = HeadStruct(
+            embedding_size, embed_norm, feature_norm, MatrixStruct() if fc is None else fc.struct, added,
+            stack._struct, output_norm, readout.struct,
         )  # fmt: skip
 
     def run(self, inputs: Tensor, plan: Plan, caches: Caches, count: int) -> tuple[Tensor, Tensor]:
         """Read T pairs.
 
         Args:
-            inputs: float32 [T, E + H]: the token's embedding, the feature.
+            inputs: float32 [T, E + H]: the token's embedding, the feature; overwritten.
             plan: Where they stand.
             caches: Of the layers.
             count: How many of the last tokens' logits are wanted.
@@ -48,17 +62,19 @@ class NativeHead:
         Returns:
             Predicted features [T, H], and logits [count, N].
         """
-        x = floats(len(inputs), self.fc.shape[0])
+        x = floats(len(inputs), self.hidden)
         logits = floats(count, self.readout.shape[0])
         given, _room = self.stack._pass(x, plan, caches)
-        quantized = torch.empty(inputs.shape, dtype=torch.uint8, device="cpu") if self.fc.quantized else None
-        scale = floats(len(inputs), self.fc.shape[1] // 64 + 1) if self.fc.quantized else None
+        quantized, scale = self.scratch(len(inputs))
         self.stack._library.ek_draft(
-            *self.pointers, ctypes.addressof(given), inputs.data_ptr(),
-            0 if quantized is None else quantized.data_ptr(), 0 if scale is None else scale.data_ptr(), count,
-            logits.data_ptr(),
+            ctypes.addressof(self.struct), ctypes.addressof(given), inputs.data_ptr(), quantized.data_ptr(),
+            scale.data_ptr(), count, logits.data_ptr(),
         )  # fmt: skip
         return x, logits
+
+    def scratch(self, count: int) -> tuple[Tensor, Tensor]:
+        """Memory for `count` rows of inputs as int8, and their scales."""
+        return torch.empty(count, self.width, dtype=torch.uint8, device="cpu"), floats(count, self.width // 64 + 1)
 
 
 @dataclass(frozen=True)
@@ -113,10 +129,9 @@ class NativeGrower:
         widest = max(len(level.node) for level in levels)
         self._depth = max(level.depth for level in levels)
         self._seen = np.zeros(max(len(level.seen) for level in levels) + 1, dtype=np.int32)
-        self._x, self._logits = floats(widest, head.fc.shape[0]), floats(widest, head.readout.shape[0])
-        self._inputs = floats(widest, head.fc.shape[1])
-        self._inputs_q = torch.empty(widest, head.fc.shape[1], dtype=torch.uint8, device="cpu")
-        self._scale = floats(widest, head.fc.shape[1] // 64 + 1)
+        self._x, self._logits = floats(widest, head.hidden), floats(widest, head.readout.shape[0])
+        self._inputs = floats(widest, head.width)
+        self._inputs_q, self._scale = head.scratch(widest)
         row, slot, position, prefix = (np.zeros(widest, dtype=np.int32) for _ in range(4))
         self._plan = Plan(row, slot, position, prefix, np.zeros(widest + 1, dtype=np.int32), self._seen)
 
@@ -137,8 +152,9 @@ class NativeGrower:
         self._plan.position[0] = length + self._depth  # the tables must reach so far
         given, _room = head.stack._pass(self._x, self._plan, caches)
         head.stack._library.ek_grow(
-            *head.pointers, ctypes.addressof(given), table.data_ptr(), int(table.dtype == torch.float16), length,
-            len(self._levels), ctypes.addressof(self._levels), 0 if vocab is None else vocab.data_ptr(),
+            ctypes.addressof(head.struct), ctypes.addressof(given), table.data_ptr(),
+            int(table.dtype == torch.float16), length, len(self._levels), ctypes.addressof(self._levels),
+            0 if vocab is None else vocab.data_ptr(),
             self._inputs.data_ptr(), self._inputs_q.data_ptr(), self._scale.data_ptr(), self._logits.data_ptr(),
             tokens.data_ptr(),
         )  # fmt: skip

@@ -112,6 +112,17 @@ struct Stack {
     float eps, softmax_scale;
 };
 
+// A draft head, EAGLE or EAGLE-3: the latter has no fc (n is 0), its first layer's qkv reads E + H inputs.
+struct Head {
+    int64_t embedding;                        // E
+    const float *embed_norm, *feature_norm;   // of what it reads, or NULL
+    Matrix fc;                                // [H, E + H]
+    const float* bias;                        // of fc, or NULL
+    Stack stack;
+    const float* output_norm;                 // before the read-out, or NULL
+    Matrix readout;
+};
+
 // One pass's tokens, T of them, of up to B rows of the caches.
 struct Pass {
     int64_t tokens, length, threads;  // length: L
@@ -377,25 +388,25 @@ static void quantize_inputs(const Matrix& m, int64_t tokens, const float* x, uin
     for (int64_t t = 0; t < tokens; t++) quantize_token(m, t, x + t * m.k, q, scale);
 }
 
+// y = x / rms(x) * weight; x itself without a weight. x and y may be the same.
+static inline void norm_row(const float* x, int64_t width, const float* weight, float eps, float* y) {
+    vec squares = {};
+    for (int64_t i = 0; i < width; i += LANES) squares = squares + load(x + i) * load(x + i);
+    const float inverse = 1.0f / sqrtf(sum_lanes(squares) / width + eps);
+    for (int64_t i = 0; i < width; i += LANES)
+        store(y + i, weight ? load(x + i) * inverse * load(weight + i) : load(x + i));
+}
+
 // x += delta (where given); y = x / rms(x) * weight (x itself without a weight), and as int8 where the next matrix is.
 static void norm(const Pass& p, int64_t width, const float* delta, const float* weight, float eps, const Matrix* next,
                  float* copy) {
 #pragma omp for schedule(static)
     for (int64_t t = 0; t < p.tokens; t++) {
         float *a = p.x + t * width, *b = p.y + t * width;
-        vec squares = {};
-        for (int64_t i = 0; i < width; i += LANES) {
-            vec v = load(a + i);
-            if (delta) {
-                v = v + load(delta + t * width + i);
-                store(a + i, v);
-            }
-            squares = squares + v * v;
-        }
+        if (delta)
+            for (int64_t i = 0; i < width; i += LANES) store(a + i, load(a + i) + load(delta + t * width + i));
         if (copy) memcpy(copy + t * width, a, width * sizeof(float));
-        const float inverse = 1.0f / sqrtf(sum_lanes(squares) / width + eps);
-        for (int64_t i = 0; i < width; i += LANES)
-            store(b + i, weight ? load(a + i) * inverse * load(weight + i) : load(a + i));
+        norm_row(a, width, weight, eps, b);
         if (next && next->kind == 2) quantize_token(*next, t, b, p.q, p.q_scale);
     }
 }
@@ -556,14 +567,17 @@ static void attention(const Stack& s, const Layer& layer, const Pass& p, float* 
     quantize_inputs(layer.out, p.tokens, p.y, p.q, p.q_scale);
 }
 
-// All layers: p.x [T, H] becomes the residual stream behind the last one. Called by all threads of a team.
-static void run_layers(const Stack& s, const Pass& p) {
+// All layers: p.x [T, H] becomes the residual stream behind the last one. Called by all threads of a team. `projected`:
+// p.wide has the first layer's queries, keys and values already.
+static void run_layers(const Stack& s, const Pass& p, bool projected) {
     const Rows rows = {p.y, p.q, p.q_scale};
     for (int64_t n = 0; n < s.layers; n++) {
         const Layer& layer = s.layer[n];
-        norm(p, s.hidden, n ? p.delta : nullptr, layer.input_norm, s.eps, &layer.qkv,
-             p.streams ? p.streams[n] : nullptr);
-        product(layer.qkv, p.tokens, rows, p.wide);
+        if (n || !projected) {
+            norm(p, s.hidden, n ? p.delta : nullptr, layer.input_norm, s.eps, &layer.qkv,
+                 p.streams ? p.streams[n] : nullptr);
+            product(layer.qkv, p.tokens, rows, p.wide);
+        }
         attention(s, layer, p, p.keys + n * p.layer_stride, p.values + n * p.layer_stride);
         product(layer.out, p.tokens, rows, p.delta);
         norm(p, s.hidden, p.delta, layer.mlp_norm, s.eps, &layer.gate_up, nullptr);
@@ -580,29 +594,45 @@ extern "C" {
 // See run_layers.
 void ek_stack(const Stack* stack, const Pass* pass) {
 #pragma omp parallel num_threads(pass->threads)
-    run_layers(*stack, *pass);
+    run_layers(*stack, *pass, false);
 }
 
-// An EAGLE head: p.x = layers(fc * inputs + bias) for inputs [T, K]; then, for the last `count` tokens, logits
-// [count, N] = readout * p.x. bias may be NULL; count may be 0. inputs_q and inputs_scale: scratch [T, K], [T, K/block].
-void ek_draft(const Matrix* fc, const float* bias, const Stack* stack, const Matrix* readout, const Pass* pass,
-              const float* inputs, uint8_t* inputs_q, float* inputs_scale, int64_t count, float* logits) {
+// A draft head reads pairs: inputs [T, E + H], embeddings and features, which it overwrites. p.x becomes what it
+// predicts; then, for the last `count` tokens, logits [count, N], where count may be 0. inputs_q and inputs_scale:
+// scratch [T, E + H], [T, (E + H) / block].
+void ek_draft(const Head* head, const Pass* pass, float* inputs, uint8_t* inputs_q, float* inputs_scale, int64_t count,
+              float* logits) {
     const Pass& p = *pass;
-    const int64_t H = stack->hidden;
+    const int64_t H = head->stack.hidden, E = head->embedding, K = E + H;
+    const bool eagle3 = head->fc.n == 0;
+    const Matrix& first = eagle3 ? head->stack.layer[0].qkv : head->fc;
 #pragma omp parallel num_threads(p.threads)
     {
-        quantize_inputs(*fc, p.tokens, inputs, inputs_q, inputs_scale);
-        product(*fc, p.tokens, {inputs, inputs_q, inputs_scale}, p.x);
-        if (bias) {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < p.tokens; t++) {
+            float* x = inputs + t * K;
+            if (eagle3) memcpy(p.x + t * H, x + E, H * sizeof(float));
+            if (head->embed_norm) norm_row(x, E, head->embed_norm, head->stack.eps, x);
+            if (head->feature_norm) norm_row(x + E, H, head->feature_norm, head->stack.eps, x + E);
+            if (first.kind == 2) quantize_token(first, t, x, inputs_q, inputs_scale);
+        }
+        product(first, p.tokens, {inputs, inputs_q, inputs_scale}, eagle3 ? p.wide : p.x);
+        if (head->bias) {
 #pragma omp for schedule(static)
             for (int64_t t = 0; t < p.tokens; t++)
-                for (int64_t i = 0; i < H; i++) p.x[t * H + i] += bias[i];
+                for (int64_t i = 0; i < H; i++) p.x[t * H + i] += head->bias[i];
         }
-        run_layers(*stack, p);
+        run_layers(head->stack, p, eagle3);
         if (count) {
             const float* last = p.x + (p.tokens - count) * H;
-            quantize_inputs(*readout, count, last, p.q, p.q_scale);
-            product(*readout, count, {last, p.q, p.q_scale}, logits);
+            if (head->output_norm) {
+#pragma omp for schedule(static)
+                for (int64_t t = 0; t < count; t++)
+                    norm_row(last + t * H, H, head->output_norm, head->stack.eps, p.y + t * H);
+                last = p.y;
+            }
+            quantize_inputs(head->readout, count, last, p.q, p.q_scale);
+            product(head->readout, count, {last, p.q, p.q_scale}, logits);
         }
     }
 }
@@ -681,17 +711,16 @@ struct Level {
 //   logits       scratch [n, N] for the widest level; on entry the first row holds the logits behind the root
 //   pass->x      [n, H] scratch; on entry the first row holds the feature predicted behind the root
 //   tokens       [nodes], the root's given, the others filled in
-void ek_grow(const Matrix* fc, const float* bias, const Stack* stack, const Matrix* readout, Pass* pass,
-             const void* table, int64_t half, int64_t length, int64_t levels, const Level* level, const int64_t* vocab,
-             float* inputs, uint8_t* inputs_q, float* inputs_scale, float* logits, int64_t* tokens) {
-    const int64_t H = stack->hidden, E = fc->k - H, N = readout->n;
+void ek_grow(const Head* head, Pass* pass, const void* table, int64_t half, int64_t length, int64_t levels,
+             const Level* level, const int64_t* vocab, float* inputs, uint8_t* inputs_q, float* inputs_scale, float* logits, int64_t* tokens) {
+    const int64_t H = head->stack.hidden, E = head->embedding, N = head->readout.n;
     int32_t *slot = (int32_t*)pass->slot, *position = (int32_t*)pass->position, *prefix = (int32_t*)pass->prefix;
     int32_t* seen = (int32_t*)pass->seen;
     for (int64_t l = 0; l < levels; l++) {
         const Level& now = level[l];
         if (l) {
             for (int64_t i = 0; i < now.count; i++) {
-                float* to = inputs + i * fc->k;
+                float* to = inputs + i * (E + H);
                 const int64_t token = tokens[now.node[i]];
                 if (half)
                     for (int64_t j = 0; j < E; j += LANES) store(to + j, widen((const uint16_t*)table + token * E + j));
@@ -705,7 +734,7 @@ void ek_grow(const Matrix* fc, const float* bias, const Stack* stack, const Matr
             for (int64_t i = 0; i < now.path[now.count]; i++) seen[i] = (int32_t)length + now.seen[i];
             pass->tokens = now.count;
             pass->path = now.path;
-            ek_draft(fc, bias, stack, readout, pass, inputs, inputs_q, inputs_scale, now.count, logits);
+            ek_draft(head, pass, inputs, inputs_q, inputs_scale, now.count, logits);
         }
         for (int64_t i = 0; i < now.count; i++) {
             int64_t best[64];

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -27,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eaglekit.models.head import EagleHead
+from eaglekit.models.head import Attend, EagleHead
 
 _BLOCK = 1 << 23  # logits held at a time, numbers: 16 MB in bfloat16, a block that stays near the processor
 _MOST_ROWS = 256
@@ -208,6 +209,25 @@ def _attend_unrolled(q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]
     return y.reshape(batch, heads, length, dim)
 
 
+def _attention_of(
+    number: int, *, layout: Layout, cached: Sequence[tuple[list[Tensor], list[Tensor]]], grouped: bool
+) -> Attend:
+    """A layer's attention in one unrolled step: its keys and values join those of the steps before, in `cached`."""
+    keys, values = cached[number]
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = layout.spread(q), layout.spread(k), layout.spread(v)
+        keys.append(k)
+        values.append(v)
+        if len(keys) == 1:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        else:
+            y = _attend_unrolled(q, keys, values, layout.starts)
+        return layout.gather(y)
+
+    return attend
+
+
 def unroll(
     head: EagleHead, embeddings: Tensor, features: Tensor, lengths: Sequence[int], steps: int, skipped: Sequence[int]
 ) -> list[Tensor]:
@@ -234,28 +254,8 @@ def unroll(
             embeddings, x = embeddings[layout.flat], x[layout.flat]
         if s:
             x = F.pad(x[:-1], (0, 0, 1, 0)).masked_fill(layout.first[:, None], 0)
-        x = head.combine(embeddings, x.to(embeddings.dtype))[None]
-        cos, sin = head.rotation(layout.positions[None], x.dtype)
-        for layer, (keys, values) in zip(head.layers, cached, strict=True):
-
-            def attend(
-                q: Tensor,
-                k: Tensor,
-                v: Tensor,
-                keys: list[Tensor] = keys,
-                values: list[Tensor] = values,
-                layout: Layout = layout,
-            ) -> Tensor:
-                q, k, v = layout.spread(q), layout.spread(k), layout.spread(v)
-                keys.append(k)
-                values.append(v)
-                if len(keys) == 1:
-                    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-                else:
-                    y = _attend_unrolled(q, keys, values, layout.starts)
-                return layout.gather(y)
-
-            x = layer(x, cos, sin, attend)
+        attention = partial(_attention_of, layout=layout, cached=cached, grouped=grouped)
+        x = head.run(embeddings[None], x.to(embeddings.dtype)[None], layout.positions[None], attention)
         x = x[0]
         outputs.append(x if s == 0 else x.new_zeros(total, x.shape[1]).index_copy(0, layout.flat, x))
     return outputs
@@ -271,20 +271,30 @@ def regression_loss(predicted: Tensor, target: Tensor, scale: float = 1.0) -> Te
 class TargetLaw:
     """The target's laws at some positions, reduced to what the cross-entropy and its gradient need.
 
-    With p = softmax(W f), the cross-entropy of a prediction f̂ is logsumexp(W f̂) - f̂ · (Wᵀ p): the law itself, V
-    numbers per position, is not kept, only Wᵀ p.
+    With p = softmax(W f), the cross-entropy of a prediction f̂ that is read out by W too is logsumexp(W f̂) - f̂ · (Wᵀ p):
+    the law itself, V numbers per position, is not kept, only Wᵀ p. A head with a read-out of its own needs the law.
 
     Attributes:
         readout: W, [V, H].
         means: float32 [rows, H]: Wᵀ p.
+        probs: p [rows, V], in the dtype of `readout`, in place of `means`; else None.
     """
 
     readout: Tensor
     means: Tensor
+    probs: Tensor | None = None
 
     @staticmethod
-    def of(features: Tensor, readout: Tensor, top_k: int = 0) -> TargetLaw:
-        """The laws at true `features` [rows, H], computed in the dtype of `readout`; cut to `top_k` tokens if not 0."""
+    def of(features: Tensor, readout: Tensor, top_k: int = 0, whole: bool = False) -> TargetLaw:
+        """The laws at true `features` [rows, H], computed in the dtype of `readout`; cut to `top_k` tokens if not 0.
+
+        `whole` keeps the laws themselves.
+        """
+        if whole:
+            probs = torch.empty(len(features), len(readout), dtype=readout.dtype, device=features.device)
+            for part in _blocks(len(features), readout):
+                _, probs[part] = _logsum_and_law(features[part].to(readout.dtype) @ readout.T, top_k)
+            return TargetLaw(readout, features[:, :0], probs)
         means = torch.empty(features.shape, dtype=torch.float32, device=features.device)
         for part in _blocks(len(features), readout):
             _, means[part] = _logsum_and_mean(features[part].to(readout.dtype), readout, top_k)
@@ -292,7 +302,7 @@ class TargetLaw:
 
     def select(self, rows: Tensor) -> TargetLaw:
         """The laws of some rows."""
-        return TargetLaw(self.readout, self.means[rows])
+        return TargetLaw(self.readout, self.means[rows], None if self.probs is None else self.probs[rows])
 
 
 def _blocks(rows: int, readout: Tensor) -> Iterator[slice]:
@@ -300,17 +310,28 @@ def _blocks(rows: int, readout: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, rows, size))
 
 
-def _logsum_and_mean(block: Tensor, readout: Tensor, top_k: int = 0) -> tuple[Tensor, Tensor]:
-    """logsumexp(W x), float32 [rows], and Wᵀ softmax(W x), float32 [rows, H], of a block x [rows, H]."""
-    logits = block @ readout.T
-    if 0 < top_k < len(readout):
+def _weights(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest logit [rows, 1], e^(logit - largest) in place of `logits` [rows, V], and its sum, float32 [rows, 1]."""
+    if 0 < top_k < logits.shape[1]:
         least = logits.topk(top_k, dim=-1).values[:, -1:]
         logits.masked_fill_(logits < least, float("-inf"))
     top = logits.amax(-1, keepdim=True)
     weights = logits.sub_(top).exp_()
-    total = weights.sum(-1, keepdim=True, dtype=torch.float32)
+    return top, weights, weights.sum(-1, keepdim=True, dtype=torch.float32)
+
+
+def _logsum_and_mean(block: Tensor, readout: Tensor, top_k: int = 0) -> tuple[Tensor, Tensor]:
+    """logsumexp(W x), float32 [rows], and Wᵀ softmax(W x), float32 [rows, H], of a block x [rows, H]."""
+    top, weights, total = _weights(block @ readout.T, top_k)
     mean = (weights @ readout).float().div_(total)
     return (total.log_() + top)[:, 0], mean
+
+
+def _logsum_and_law(logits: Tensor, top_k: int = 0) -> tuple[Tensor, Tensor]:
+    """logsumexp, float32 [rows], and softmax in place of `logits` [rows, V]."""
+    top, weights, total = _weights(logits, top_k)
+    law = weights.div_(total.to(weights.dtype))
+    return (total.log_() + top)[:, 0], law
 
 
 class _SoftCrossEntropy(torch.autograd.Function):
@@ -335,9 +356,48 @@ class _SoftCrossEntropy(torch.autograd.Function):
         return (gradient * grads[0]).to(ctx.dtype), None
 
 
-def classification_loss(predicted: Tensor, law: TargetLaw) -> Tensor:
-    """Cross-entropy, nats, of the draft's law lm_head(`predicted` [rows, H]) against the target's, summed over rows."""
-    loss: Tensor = _SoftCrossEntropy.apply(predicted, law)  # type: ignore[no-untyped-call]
+class _OwnCrossEntropy(torch.autograd.Function):
+    """The same with a read-out of the head's own, which is trained as well: W' [V, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, predicted: Tensor, readout: Tensor, law: TargetLaw) -> Tensor:
+        assert law.probs is not None
+        weight = readout.to(law.probs.dtype)
+        gradient = torch.empty_like(predicted, dtype=torch.float32)
+        slope = torch.zeros_like(weight, dtype=torch.float32)
+        total = torch.zeros((), dtype=torch.float64, device=predicted.device)
+        for part in _blocks(len(predicted), weight):
+            block, true = predicted[part].to(weight.dtype), law.probs[part]
+            logits = block @ weight.T
+            expected = (logits * true).sum(-1, dtype=torch.float32)
+            logsums, drafted = _logsum_and_law(logits)
+            total += (logsums - expected).sum(dtype=torch.float64)
+            wrong = drafted.sub_(true)
+            gradient[part] = wrong @ weight
+            slope += wrong.T @ block
+        ctx.save_for_backward(gradient, slope)
+        ctx.dtypes = predicted.dtype, readout.dtype
+        return total.float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+        (gradient, slope), (a, b) = ctx.saved_tensors, ctx.dtypes
+        return (gradient * grads[0]).to(a), (slope * grads[0]).to(b), None
+
+
+def classification_loss(predicted: Tensor, law: TargetLaw, readout: Tensor | None = None) -> Tensor:
+    """Cross-entropy, nats, of the draft's law against the target's, summed over rows.
+
+    Args:
+        predicted: [rows, H], what the read-out reads.
+        law: The target's.
+        readout: [V, H], the head's own; None: the target's, that of `law`.
+    """
+    loss: Tensor
+    if readout is None:
+        loss = _SoftCrossEntropy.apply(predicted, law)  # type: ignore[no-untyped-call]
+    else:
+        loss = _OwnCrossEntropy.apply(predicted, readout, law)  # type: ignore[no-untyped-call]
     return loss
 
 
@@ -365,10 +425,11 @@ def compute_losses(
     skipped = [int(t.to(torch.int8).argmax()) for t in batch.trained.cpu().split(list(batch.lengths))]
     embedded = embed(embedding, batch.tokens).to(dtype)
     outputs = unroll(head, embedded, batch.features.to(dtype), batch.lengths, len(weights.steps), skipped)
-    return losses_of(outputs, masks, batch.targets, readout, weights, counts)
+    return losses_of(head, outputs, masks, batch.targets, readout, weights, counts)
 
 
 def losses_of(
+    head: EagleHead,
     outputs: Sequence[Tensor],
     masks: Sequence[Tensor],
     targets: Tensor,
@@ -381,7 +442,8 @@ def losses_of(
     counts = [int(mask.sum()) for mask in masks] if counts is None else counts
     place = masks[0].cumsum(0) - 1  # of an input among the trained ones
     true = targets[masks[0]]
-    law = TargetLaw.of(true, readout, weights.top_k)
+    own = None if head.lm_head is None else head.lm_head.weight
+    law = TargetLaw.of(true, readout, weights.top_k, whole=own is not None)
     total = torch.zeros((), device=device)
     parts = torch.zeros(2, len(outputs), device=device)
     for s, (output, mask, weight, count) in enumerate(zip(outputs, masks, weights.steps, counts, strict=True)):
@@ -390,7 +452,8 @@ def losses_of(
             continue
         predicted = output[mask]
         regression = regression_loss(predicted, true[rows], weights.scale) / count
-        classification = classification_loss(predicted, law.select(rows)) / count
+        read = predicted if head.norm is None else head.norm(predicted)
+        classification = classification_loss(read, law.select(rows), own) / count
         total = total + weight * (weights.regression * regression + weights.classification * classification)
         parts[0, s], parts[1, s] = regression.detach(), classification.detach()
     return Losses(total, parts)

@@ -1,4 +1,4 @@
-"""A linear start: fit `fc` to the features by ridge regression before the first optimizer step.
+"""A linear start: fit the head's first map to the features by ridge regression before the first optimizer step.
 
 Most of what a draft head predicts is linear in its input: f_{j+1} from `[e(t_{j+1}) ; f_j]`, or from what its variant
 reads instead. The fit takes seconds and replaces the first hundred steps or more of training; the rest of the head
@@ -29,7 +29,10 @@ def linear_start(
     tokens: int = 60_000,
     ridge: float = 1e-3,
 ) -> None:
-    """Set `head.fc` to the least-squares prediction of the next feature.
+    """Set the head's first map to the least-squares prediction of the next feature.
+
+    That map is `fc`, or `fuse` of a head without `fc`. An output norm gets the features' size, since its output takes
+    their place before the read-out.
 
     Args:
         head: A new head, in float32.
@@ -40,23 +43,26 @@ def linear_start(
         tokens: About how many positions are fitted.
         ridge: Weight of the penalty, relative to the inputs' mean square, or to each input's own with `feature_layers`.
     """
-    config = head.config
-    width, device = config.fc_width + config.fc_bias, head.fc.weight.device
+    config, device = head.config, head.device
+    width = config.fc_width + config.fc_bias if head.fc is not None else config.feature_width
     gram, cross = torch.zeros(width, width), torch.zeros(width, config.hidden_size)
     order = list(range(len(rows)))
     random.Random(seed).shuffle(order)
-    count = 0
+    count, square = 0, 0.0
     for i in order:
         row = rows[i]
         pairs = pairs_of(head, source.tokens(row), source.read([row])[0].float().cpu())
         tokens_read, features, targets = (part[row.spans[0][0] - 1 :] for part in pairs)
-        embedded = embed(embedding, tokens_read.to(embedding.device)).float()
-        inputs = head.fc_input(embedded.to(device), features.to(device)).cpu()
+        if head.fc is None:
+            inputs = head.fuse_input(features.to(device)).cpu()
+        else:
+            embedded = embed(embedding, tokens_read.to(embedding.device)).float()
+            inputs = head.fc_input(embedded.to(device), features.to(device)).cpu()
         if config.fc_bias:
             inputs = torch.cat((inputs, torch.ones(len(inputs), 1)), -1)
         gram.addmm_(inputs.T, inputs)
         cross.addmm_(inputs.T, targets)
-        count += len(inputs)
+        count, square = count + len(inputs), square + float(targets.square().mean(-1).sum())
         if count >= tokens:
             break
     # Some inputs of streams are thousands of times larger than embeddings: each is divided by its own size then.
@@ -64,6 +70,12 @@ def linear_start(
     gram /= scale * scale[:, None]
     gram.diagonal().add_(ridge * gram.diagonal().mean() + 1e-6)
     weight = (torch.linalg.solve(gram, cross / scale[:, None]) / scale[:, None]).T
+    if head.norm is not None:
+        head.norm.weight.fill_((square / max(1, count)) ** 0.5)
+    if head.fc is None:
+        assert head.fuse is not None
+        head.fuse.weight.copy_(weight)
+        return
     if config.fc_bias:
         head.fc.bias.copy_(weight[:, -1])
         weight = weight[:, :-1]

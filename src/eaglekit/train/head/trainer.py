@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from eaglekit.errors import DataError, HeadError, InputError
 from eaglekit.jsonl import read_lines
 from eaglekit.models.checkpoint import save_head
-from eaglekit.models.head import EagleHead, check_draft_vocab
+from eaglekit.models.head import EagleHead
 from eaglekit.models.memory import resident
 from eaglekit.models.store import write_json
 from eaglekit.train.features.provenance import digest_of_ids, digest_of_weights, shape_of_head
@@ -365,9 +365,9 @@ class _Trainer:
         self.held = examples_of(source, held) if processes.main else []  # it alone judges
         dtype = torch.bfloat16 if options.bfloat16 else torch.float32
         common = frequent_tokens(source, self.rows, options.vocabulary, len(readout))
-        head.draft_vocab = check_draft_vocab(common, len(readout))
         self.device = readout.device
         head.to(self.device)
+        head.adopt(common, readout)
         self.embedding, self.readout = embedding, readout.float()
         width = head.config.hidden_size
         scales = feature_scales(source, self.rows, options.seed, width) if options.scaled else []

@@ -95,6 +95,8 @@ class Tally:
         # Tokens that are never drafted need no logits; a label that is one has the place -1.
         vocab = torch.arange(len(readout)) if head.draft_vocab is None else head.draft_vocab.cpu()
         self._readout = readout if head.draft_vocab is None else readout[vocab.to(readout.device)]
+        if head.lm_head is not None:
+            self._readout = head.lm_head.weight.detach().float()
         self._places = torch.full((len(readout),), -1).index_copy(0, vocab, torch.arange(len(vocab)))
 
     @torch.no_grad()
@@ -110,6 +112,8 @@ class Tally:
             tokens, read, _ = pairs_of(head, ids, features[: len(ids) - 1])
             embedded = embed(self._embedding, tokens.to(device)).to(head.dtype)
             outputs = unroll(head, embedded, read.to(device, head.dtype), [length], self._depth, [start - 1])
+            if head.norm is not None:
+                outputs = [head.norm(output) for output in outputs]
         finally:
             head.train(mode)
         ranks = _ranks(outputs, self._places[ids[2:]], self._readout, start - 1, self._width)
